@@ -1,10 +1,11 @@
-"""Draws the figures of docs/ from committed results, and writes their captions into the pages.
+"""Draws the figures of docs/ from committed results, and writes them and a table into the pages.
 
     python benchmarks/run.py figures
 
-A page has two comments where a figure stands: `<!-- figure NAME -->`, `<!-- end of figure -->`.
-What is between them and the SVG files in docs/images/ are made here; no number is typed in.  A test
-compares both with the results.  To draw again after a new measurement: this command.
+A page has two comments where a figure stands: `<!-- figure NAME -->`, `<!-- end of figure -->`; a
+table has `table` instead.  What is between them and the SVG files in docs/images/ are made here; no
+number is typed in.  A test compares both with the results.  To draw again after a new measurement:
+this command.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measuring import table
 from result_tables import WHERE, Results, Value
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"
-PLACE = re.compile(r"(<!-- figure (\w+) -->\n).*?(<!-- end of figure -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (figure|table) (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 TIMED = r"^(\w+, CPU, one thread: median and quartiles of \d+ interleaved rounds), "
 
 WIDTH = 4.7  # inches: text is legible on a phone, where the figure is as wide as the screen
@@ -60,6 +62,7 @@ LEVELS = [
     Series("O2 native", ORANGE, "s"),
     Series("O3", GREEN, "^"),
 ]
+SYSTEMS = ("autocast again", *(series.name for series in LEVELS))
 HALF_DTYPES = [Series("float16", ORANGE), Series("bfloat16", BLUE, "s")]
 
 
@@ -196,19 +199,19 @@ def _for_both_schemes(svg: str) -> str:
 
 def small_steps() -> Figure:
     """Speed of small models."""
-    return _speed("small", "native", "Training, ordinary optimizer, dispatch-bound")
+    return _speed("small", "Training, ordinary optimizer, dispatch-bound")
 
 
 def large_steps() -> Figure:
     """Speed of compute-bound models."""
-    return _speed("large", "compute-bound", "Training, compute-bound")
+    return _speed("large", "Training, compute-bound")
 
 
-def _speed(size: str, file: str, table: str) -> Figure:
-    results, title = Results.newest(file), f"{size.title()} steps"
+def _speed(size: str, heading: str) -> Figure:
+    results, title = Results.newest("speed"), f"{size.title()} steps"
     speeds = {
         textwrap.fill(row[""], 16): {name: Value.of(cell) for name, cell in row.items() if name}
-        for row in results.tables()[table]
+        for row in results.tables()[heading]
     }
     shown = [series.name for series in LEVELS]
     of_all = speeds["geometric mean"]
@@ -229,6 +232,16 @@ def _speed(size: str, file: str, table: str) -> Figure:
         "with the native part.",
         results,
     )
+
+
+def speed_means() -> str:
+    """The means of each table beside autocast in the newest results; in brackets its models."""
+    rows = []
+    for heading, (*models, means) in Results.newest("speed").tables().items():
+        if SYSTEMS[0] not in means:
+            continue
+        rows.append([f"{heading} ({len(models)})", *(means.get(name, "") for name in SYSTEMS)])
+    return f"\n{table(['', *SYSTEMS], rows)}\n"
 
 
 def accuracy() -> Figure:
@@ -292,12 +305,18 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "speed_large_steps": large_steps,
     "accuracy": accuracy,
 }
+TABLES: dict[str, Callable[[], str]] = {"speed_means": speed_means}
 
 
 def completed(page: Path) -> str:
-    """A page's text with each figure that it asks for."""
-    text = page.read_text(encoding="utf-8")
-    return PLACE.sub(lambda match: f"{match[1]}{FIGURES[match[2]]().block(page)}{match[3]}", text)
+    """A page's text with each figure and table that it asks for."""
+
+    def filled(place: re.Match[str]) -> str:
+        begin, kind, name, end = place.groups()
+        text = TABLES[name]() if kind == "table" else FIGURES[name]().block(page)
+        return f"{begin}{text}{end}"
+
+    return PLACE.sub(filled, page.read_text(encoding="utf-8"))
 
 
 def report(options: Namespace) -> Iterator[str]:

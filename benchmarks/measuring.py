@@ -45,11 +45,12 @@ def measure(
     systems: list[str],
     *,
     rounds: int,
-    steps: int,
+    seconds: float,
     environment: Callable[[str], dict[str, str]] = lambda system: {},
 ) -> dict[str, list[float]]:
     """CPU seconds per step of each system, one figure per round, of one thread.
 
+    In a turn a system does as many steps as the first one does in `seconds`.
     `make(system)` builds, in the system's own process, the function that does one step.
     `environment(system)` has the variables set in that process before it imports torch.
     """
@@ -68,6 +69,7 @@ def measure(
         pipes[system].send(count)
         return pipes[system].recv()
 
+    steps = max(1, round(seconds / min(ask(systems[0], 2) for _ in range(4))))
     for system in systems:
         ask(system, max(3, steps))
     times: dict[str, list[float]] = {system: [] for system in systems}

@@ -139,13 +139,13 @@ def report(which: str, options: Namespace) -> Iterator[str]:
         yield "No native part is built here: its columns are left out.\n"
     rows, medians = [], []
     for name in options.models or of.models:
-        run = functools.partial(
-            measure,
+        times = measure(
             functools.partial(make, which, name, options.dtype),
+            systems,
+            rounds=options.rounds,
+            seconds=options.seconds,
             environment=environment,
         )
-        a_step = min(run(systems[:1], rounds=3, steps=2)[systems[0]])
-        times = run(systems, rounds=options.rounds, steps=max(1, round(options.seconds / a_step)))
         ratios = speed_ups(times, systems[0]).values()
         medians.append([middle for _, middle, _ in ratios])
         rows.append([name, *map(told, ratios)])

@@ -1,7 +1,5 @@
 """Every test leaves torch as it found it; what is checked is identity, attribute by attribute."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -49,7 +47,7 @@ def torch_is_as_we_found_it():
     assert changes(before, snapshot()) == []
     assert not ours & torch.jit._builtins._get_builtin_table().keys(), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
-    assert state.process is None and not state.per_thread and not calls.here.stack
+    assert state.process_policy is None and not state.per_thread and not calls.thread_calls.stack
 
 
 def pytest_unconfigure() -> None:

@@ -50,8 +50,8 @@ class _Unmatched:
         self.on_deactivate()
         if self._key not in _matched:
             raise ValueError(
-                f"overrides from outside (--overrides, AMPATCH_OVERRIDES): no submodule of any "
-                f"ampatch.initialize matches {self._key!r}. {self._expected}"
+                f"--overrides or AMPATCH_OVERRIDES: {self._key!r} matches no submodule of any "
+                f"model that ampatch.initialize got. {self._expected}"
             )
 
 
@@ -92,7 +92,7 @@ def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
     listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
-    behind = map(registry.objects.optimizer_behind, listed)
+    behind = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in behind}.values())
 
 
@@ -120,16 +120,16 @@ def _is_optimizer(value: Any) -> bool:
 
 def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
     """Raise an error where the models, optimizers and ranks do not fit the plan."""
-    is_process_group(process_group)
+    check_process_group(process_group)
     if not plan.properties.enabled:
         return
-    optimizers_can_train(optimizers, models, plan.properties, process_group)
+    check_optimizers(optimizers, models, plan.properties, process_group)
     if any(plan.overrides):
-        overridden_exist(plan, models)
-    models_can_change(models, plan.properties, plan.active_overrides)
+        check_overrides_exist(plan, models)
+    check_models(models, plan.properties, plan.active_overrides)
 
 
-def models_can_change(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
+def check_models(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
     """Raise `AmpatchError` for models that the level cannot change."""
     call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -144,10 +144,9 @@ def models_can_change(models: list[nn.Module], properties: Properties, rules: Ov
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
                 f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
-                "DistributedDataParallel, or a loss of it is still alive, so its autograd nodes "
-                "are in use. Its parameters would change their dtype, and "
-                "DistributedDataParallel would not average their gradients. Call initialize "
-                "first and wrap the model it returns."
+                "DistributedDataParallel, or a loss of it is still alive. Its parameters would "
+                "change their dtype, and DistributedDataParallel would not average their "
+                "gradients. Call initialize first and wrap the model it returns."
             )
         if properties.cast_model_type is None:
             continue
@@ -167,7 +166,7 @@ def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
     At O2 they do not.
     """
     managed = registry.objects.managed(model)
-    if isinstance(managed, ManagedModel) and managed.converted():
+    if isinstance(managed, ManagedModel) and managed.converted_ids():
         return True
     changes = properties.casts_model and not properties.uses_half_copies
     return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
@@ -251,7 +250,7 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
     return None
 
 
-def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
+def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
     """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
     cannot have the precision.
 
@@ -272,7 +271,9 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
                 f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
                 f"{shown!r}. {expected}"
             )
-        logger.warning("overrides from outside: no submodule of this initialize matches %r.", key)
+        logger.warning(
+            "--overrides or AMPATCH_OVERRIDES: no submodule of this initialize matches %r.", key
+        )
         _Unmatched(key, expected)
     takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
@@ -281,9 +282,9 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
         if replacements.of(replacements.original(function)) is None and not places_of([function]):
             why = f"the function is not found in {', '.join(NAMESPACES)}."
         elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-            why = "the function writes into its argument, and a cast argument is a copy."
+            why = "the function works in place: it would write into a cast copy of its argument."
         elif precision == "half" and not takes_half:
-            why = 'functions in a half model compute in the dtype they are given, or in "float".'
+            why = 'at this level only "float" is possible for a function.'
         else:
             continue
         raise TypeError(
@@ -294,7 +295,7 @@ def overridden_exist(plan: Plan, models: list[nn.Module]) -> None:
         )
 
 
-def is_process_group(group: Any) -> None:
+def check_process_group(group: Any) -> None:
     """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
     kind = getattr(torch.distributed, "ProcessGroup", None)
     if group is not None and (kind is None or not isinstance(group, kind)):
@@ -307,7 +308,7 @@ def is_process_group(group: Any) -> None:
 # Optimizers under an opt level
 
 
-def optimizers_can_train(
+def check_optimizers(
     optimizers: list[Any],
     models: list[nn.Module],
     properties: Properties,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
-from ..casting.calls import KEEP
+from ..casting.calls import UNCHANGED
 from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
@@ -117,10 +117,10 @@ def precision(dtype: Precision) -> PolicyContext:
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_setting()
         if policy is None:
-            return KEEP
+            return UNCHANGED
         on = devices_on()
         if on:
-            policy = policy.in_dtype(half_dtype(on[-1]))
-        return policy.forced(torch.float32 if dtype == "float" else policy.half_dtype)
+            policy = policy.with_half_dtype(half_dtype(on[-1]))
+        return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
     return PolicyContext(registry.state, forced, call)

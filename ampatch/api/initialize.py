@@ -178,7 +178,7 @@ def initialize(
         plan.properties,
         overrides=plan.active_overrides,
         process_group=process_group,
-        has_apex_tables=registry.opens_as_apex,
+        has_apex_tables=registry.opens_with_apex_tables,
     )
 
     def notify() -> None:
@@ -228,7 +228,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
         )
     new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
     if session.properties.enabled:
-        argument_checks.models_can_change(new, session.properties, session.overrides)
+        argument_checks.check_models(new, session.properties, session.overrides)
     session.add(new, [])
     return models
 
@@ -262,7 +262,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         models = [managed.model for managed in session.models]
         for managed in session.models:
             managed.check_shards()
-        argument_checks.optimizers_can_train(
+        argument_checks.check_optimizers(
             new, models, session.properties, session.process_group, call
         )
     session.add([], new)
@@ -273,7 +273,7 @@ def _session_of(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    sessions = {s for s in registry.sessions if not params.isdisjoint(s.names())}
+    sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
     managing = map(registry.objects.session_of, optimizers)
     sessions |= {session for session in managing if session is not None}
     if len(sessions) > 1:

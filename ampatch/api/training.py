@@ -111,7 +111,7 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
-        f"ampatch.initialize. Managed are: {', '.join(shown) or 'none'}. Pass one of these, or "
+        f"ampatch.initialize. ampatch manages: {', '.join(shown) or 'none'}. Pass one of these, or "
         "give this optimizer to ampatch.initialize. If you make it after initialize(model), call "
         "optimizer = ampatch.add_optimizers(optimizer)"
     )

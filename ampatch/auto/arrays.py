@@ -15,7 +15,7 @@ from torch import Tensor
 from ..session.facade import PatchSet
 
 
-def put(patches: PatchSet, half: torch.dtype) -> None:
+def install(patches: PatchSet, half: torch.dtype) -> None:
     """Make `Tensor.numpy` and `numpy.asarray(tensor)` return FP32 for `half` tensors."""
 
     def make(original: Callable) -> Callable:

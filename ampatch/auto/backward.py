@@ -23,28 +23,28 @@ from torch.compiler import is_dynamo_compiling
 from ..log import logger
 from ..session.facade import ManagedOptimizer, OutermostForwards, Session
 from ..torch_private.probes import current_backward_pass
-from .graph import OtherGradients, leaves
+from .graph import UnmanagedGradients, leaves
 
 
-class _Plan(NamedTuple):
-    """The tensors known to get gradients from a pass, and their optimizers."""
+class _Targets(NamedTuple):
+    """The tensors that get gradients from a pass, as far as known, and their optimizers."""
 
     reached: list[Tensor]
     optimizers: list[ManagedOptimizer]
 
 
-class Passes:
+class BackwardPasses:
     """The backward passes of a process, one at a time."""
 
     def __init__(self, session: Session, forwards: OutermostForwards) -> None:
         self._session, self._forwards = session, forwards
         self._scaler = session.scalers[0]
-        self._one_at_a_time = threading.RLock()
+        self._lock = threading.RLock()
         self._warned = False
         self._has_warned_without_casts = False
-        self._others: OtherGradients | None = None
+        self._others: UnmanagedGradients | None = None
         self.scale: Any = None  # of the running pass; None: it is not scaled
-        self.later: list[Callable[[], None]] = []  # hooks that wait for its unscaled gradients
+        self.deferred_hooks: list[Callable[[], None]] = []  # they wait for unscaled gradients
 
     def around(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
@@ -60,11 +60,11 @@ class Passes:
             if current_backward_pass() != -1:
                 self._nested(bound.arguments, roots)
                 return original(*bound.args, **bound.kwargs)
-            with self._one_at_a_time:
-                plan = self._plan(bound.arguments, roots)
-                if plan is None:
+            with self._lock:
+                targets = self._targets(bound.arguments, roots)
+                if targets is None:
                     return original(*args, **kwargs)
-                self._run(original, bound, plan)
+                self._run(original, bound, targets)
 
         return backward
 
@@ -89,8 +89,8 @@ class Passes:
             "runs in FP32. Make them nn.Parameters of a module, and compute in its forward."
         )
 
-    def _plan(self, arguments: dict, roots: list[Any]) -> _Plan | None:
-        """The plan of a scaled pass; None if the pass must not be scaled."""
+    def _targets(self, arguments: dict, roots: list[Any]) -> _Targets | None:
+        """The targets of a scaled pass; None if the pass must not be scaled."""
         if arguments.get("create_graph") or not all(map(_is_loss, roots)):
             return None
         inputs = arguments.get("inputs")
@@ -102,7 +102,7 @@ class Passes:
             if hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
         if optimizers:
-            return _Plan(reached, optimizers)
+            return _Targets(reached, optimizers)
         self._warn_unscaled()
         return None
 
@@ -115,28 +115,28 @@ class Passes:
                 "gradients that float16 cannot hold are lost there. --dtype bfloat16 holds them."
             )
 
-    def _held(self) -> set[int]:
+    def _managed_ids(self) -> set[int]:
         return {id(param) for o in self._session.optimizers for param in o.parameters()}
 
-    def _run(self, original: Callable, bound: inspect.BoundArguments, plan: _Plan) -> None:
+    def _run(self, original: Callable, bound: inspect.BoundArguments, targets: _Targets) -> None:
         roots = _listed(bound.arguments["tensors"])
         block = self._session.scaled_backward(
-            roots[0], plan.optimizers, 0, delay_unscale=False, delay_overflow_check=False
+            roots[0], targets.optimizers, 0, delay_unscale=False, delay_overflow_check=False
         )
-        others = OtherGradients(self._held(), self._scaler, self._scaler.snapshot())
+        others = UnmanagedGradients(self._managed_ids(), self._scaler, self._scaler.snapshot())
         try:
             with torch.enable_grad(), others, block as first:  # the script may have it off here
-                others.add(plan.reached)
+                others.add(targets.reached)
                 self._others, self.scale = others, self._scaler.snapshot()
                 rest = [self._scaler.scale(root)[0] for root in roots[1:]]
                 bound.arguments["tensors"] = (first, *rest)
                 original(*bound.args, **bound.kwargs)
         finally:
             self._others = self.scale = None
-            later, self.later = self.later, []
+            hooks, self.deferred_hooks = self.deferred_hooks, []
         with torch.no_grad():  # as within the pass
-            for call in later:
-                call()
+            for hook in hooks:
+                hook()
 
     def _nested(self, arguments: dict, roots: list[Any]) -> None:
         """A pass inside another: it continues the gradients of that one, or starts from a loss."""

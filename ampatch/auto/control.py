@@ -17,7 +17,7 @@ from ..log import set_verbosity
 from ..session import facade
 from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, refusals
-from .backward import Passes
+from .backward import BackwardPasses
 
 _UNKNOWN = (
     "a script without AMP code never says which module is the model. Write two lines into the "
@@ -56,14 +56,14 @@ def start(settings: dict[str, Any]) -> Session | None:
     )
     session, forwards = facade.open_automatic_session(properties)
     patches = PatchSet()
-    passes = Passes(session, forwards)
+    passes = BackwardPasses(session, forwards)
     patches.replace(nn.Module, "__call__", forwards.around)
     patches.replace(torch.autograd, "grad", passes.around_grad)
-    refusals.put(patches)
-    arrays.put(patches, properties.dtype)
+    refusals.install(patches)
+    arrays.install(patches, properties.dtype)
     patches.replace(torch.autograd, "backward", passes.around)
     if not session.scalers[0].is_one:
-        gradient_hooks.put(patches, passes)
+        gradient_hooks.install(patches, passes)
     for name in ("__init__", "__setstate__"):  # for new ones, and for copied or unpickled ones
         patches.replace(Optimizer, name, lambda original: _managing(original, session))
     ending = _Ending(session, patches)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import AmpatchError
 from ..session.facade import PatchSet
-from .backward import Passes
+from .backward import BackwardPasses
 
 _WRAPPED = "_ampatch_gets_unscaled_gradients"
 _REFUSED = (
@@ -26,10 +26,10 @@ _REFUSED = (
 )
 
 
-def put(patches: PatchSet, passes: Passes) -> None:
+def install(patches: PatchSet, passes: BackwardPasses) -> None:
     """Replace the functions that register hooks, where passes are scaled."""
 
-    def wrapping(wrap: Callable[[Callable, Passes], Callable], original: Callable) -> Callable:
+    def wrapping(wrap: Callable[..., Callable], original: Callable) -> Callable:
         @functools.wraps(original)
         def register(self: Tensor, hook: Callable) -> Any:
             if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
@@ -61,18 +61,18 @@ def _refusing(name: str, original: Callable) -> Callable:
     return refuse
 
 
-def _waiting(hook: Callable, passes: Passes) -> Callable:
+def _waiting(hook: Callable, passes: BackwardPasses) -> Callable:
     @functools.wraps(hook)
     def on_accumulated(tensor: Tensor) -> None:
         if passes.scale is None:
             hook(tensor)
         else:
-            passes.later.append(functools.partial(hook, tensor))
+            passes.deferred_hooks.append(functools.partial(hook, tensor))
 
     return on_accumulated
 
 
-def _unscaling(hook: Callable, passes: Passes) -> Callable:
+def _unscaling(hook: Callable, passes: BackwardPasses) -> Callable:
     @functools.wraps(hook)
     def on_gradient(grad: Tensor) -> Tensor | None:
         if passes.scale is None:

@@ -36,28 +36,28 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     return reached, hidden
 
 
-class OtherGradients:
-    """Context manager for one scaled pass: gradients of tensors that no optimizer holds.
+class UnmanagedGradients:
+    """Context manager for one scaled pass: gradients of tensors that no optimizer has.
 
     They are unscaled too: gradients of inputs that a script perturbs, of weights that it updates by
     hand or not at all, of results with `retain_grad`.  An overflow in them does not change the loss
     scale.
     """
 
-    def __init__(self, held: set[int], scaler: Any, scale: Any) -> None:
-        self._held = held  # ids of the optimizers' tensors
+    def __init__(self, managed_ids: set[int], scaler: Any, scale: Any) -> None:
+        self._managed_ids = managed_ids  # ids of the optimizers' tensors
         self._scaler = scaler
         self._scale = scale
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Take the present `.grad` of these tensors away until the end of the pass."""
+        """Set the `.grad` of these tensors aside until the end of the pass."""
         for tensor in tensors:
-            if id(tensor) not in self._held and id(tensor) not in self._saved:
+            if id(tensor) not in self._managed_ids and id(tensor) not in self._saved:
                 self._saved[id(tensor)] = (tensor, tensor.grad)
                 tensor.grad = None
 
-    def __enter__(self) -> OtherGradients:
+    def __enter__(self) -> UnmanagedGradients:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:

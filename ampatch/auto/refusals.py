@@ -19,7 +19,7 @@ from ..errors import AmpatchError
 from ..session.facade import PatchSet
 
 
-def put(patches: PatchSet) -> None:
+def install(patches: PatchSet) -> None:
     """Replace the entry points of other AMP code by functions that raise."""
     for name in ("initialize", "init"):
         patches.replace(ampatch, name, functools.partial(_refusing, f"ampatch.{name}"))

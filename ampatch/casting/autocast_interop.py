@@ -42,7 +42,7 @@ from ..log import logger
 from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
-from .calls import BACKWARD, REGION, CastState, here
+from .calls import BACKWARD, REGION, CastState, thread_calls
 from .policy import Policy
 
 Make = Callable[[Callable], Callable]
@@ -64,7 +64,7 @@ class AutocastInterop:
             (AUTOCAST + ".autocast", "__exit__", self._exit),
         ]
 
-    def questions(self) -> list[tuple[str, str, Make]]:
+    def state_functions(self) -> list[tuple[str, str, Make]]:
         """`(where, name, make)` for the functions that set the state, and that ask for it."""
         return [
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
@@ -78,7 +78,7 @@ class AutocastInterop:
 
     def exit_regions(self) -> None:
         """Exit all regions of this thread: without the patches their own exit is not seen."""
-        for call in list(here.stack):
+        for call in list(thread_calls.stack):
             if call.kind == REGION:
                 self._state.exit(call)
 
@@ -91,7 +91,7 @@ class AutocastInterop:
             was_on, entered = is_enabled(region.device), None
             try:
                 entered = original(region)
-                self._put_under(region)
+                self._enter_call(region)
                 return entered
             except BaseException:  # the `with` statement does not begin, so it will not exit
                 if entered is not None:
@@ -104,7 +104,7 @@ class AutocastInterop:
     def _exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
             try:
-                if here.stack:
+                if thread_calls.stack:
                     self._state.exit_block(region)
             except BaseException:  # Ctrl-C: nothing else ends the region
                 self._state.exit_block(region)
@@ -119,30 +119,30 @@ class AutocastInterop:
 
         return exit
 
-    def _put_under(self, region: torch.autocast) -> None:
+    def _enter_call(self, region: torch.autocast) -> None:
         """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
         policy, is_on = state.current(), is_enabled(device)
-        is_custom_bwd = bool(here.stack) and here.stack[-1].kind == BACKWARD
+        is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on(device):
             pass
         elif is_custom_bwd and is_on:
             set_enabled(device, False)  # the region's exit restores the previous state
         elif is_on and policy.condition is None:
             set_enabled(device, False)
-            policy = policy.in_dtype(region.fast_dtype)
+            policy = policy.with_half_dtype(region.fast_dtype)
         else:
-            policy = without(policy, device)
+            policy = without_device(policy, device)
         state.enter_block(policy, REGION, region)
 
     # The switch
 
-    def _set(self, original: Callable, usual: str) -> Callable:
+    def _set(self, original: Callable, default: str) -> Callable:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             if is_dynamo_compiling() or _is_of_torch(_module(sys._getframe(1))):
                 return
-            device = _device_of(args, kwargs, usual)
+            device = _device_of(args, kwargs, default)
             if self._state.policy_on(device) is not None:
                 logger.warning(
                     "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
@@ -155,29 +155,29 @@ class AutocastInterop:
 
     # Questions
 
-    def _enabled(self, original: Callable, usual: str) -> Callable:
+    def _enabled(self, original: Callable, default: str) -> Callable:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
             caller = None if is_dynamo_compiling() else sys._getframe(1)
             if caller is not None and _asks_for_torch(caller):
                 return False
-            return self._answer(caller, _device_of(args, kwargs, usual)) is not None
+            return self._policy_to_report(caller, _device_of(args, kwargs, default)) is not None
 
         return is_autocast_enabled
 
-    def _dtype(self, original: Callable, usual: str) -> Callable:
+    def _dtype(self, original: Callable, default: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
             caller = None if is_dynamo_compiling() else sys._getframe(1)
             if caller is not None and _asks_for_torch(caller):
                 return original(*args, **kwargs)
-            device = _device_of(args, kwargs, usual)
-            policy = None if is_enabled(device) else self._answer(caller, device)
+            device = _device_of(args, kwargs, default)
+            policy = None if is_enabled(device) else self._policy_to_report(caller, device)
             return original(*args, **kwargs) if policy is None else policy.half_dtype
 
         return get_autocast_dtype
 
-    def _answer(self, caller: FrameType | None, device: str) -> Policy | None:
+    def _policy_to_report(self, caller: FrameType | None, device: str) -> Policy | None:
         """The policy by which to answer about `device`; None: the answer is torch's.
 
         A policy with a condition casts some calls only, and libraries must not cast the others.  So
@@ -212,15 +212,15 @@ def _asks_for_torch(frame: FrameType) -> bool:
     return module != AUTOCAST or isinstance(frame.f_locals.get("self"), torch.autocast)
 
 
-def _device_of(args: tuple, kwargs: dict, usual: str) -> str:
-    """The device type in the arguments of one of torch's autocast functions, else `usual`."""
+def _device_of(args: tuple, kwargs: dict, default: str) -> str:
+    """The device type in the arguments of one of torch's autocast functions, else `default`."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, str):
             return value
-    return usual
+    return default
 
 
-def without(policy: Policy, device: str) -> Policy | None:
+def without_device(policy: Policy, device: str) -> Policy | None:
     """`policy`, except for tensors on one type of device; the same if it casts none there."""
     devices = set(device_types() if policy.devices is None else policy.devices)
     if device not in devices:

@@ -15,19 +15,19 @@ from torch.compiler import is_exporting
 
 from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.autocast import call_with, is_enabled
-from ..torch_private.custom_ops import CALLED, autocast_devices
+from ..torch_private.custom_ops import OPERATOR_CLASSES, autocast_devices
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
 from .patches import Replacement
-from .rules import kind_of
+from .rules import dtype_and_device
 
 
 def replacements(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
         (owner, "__call__", functools.partial(_calling, state, name_of))
-        for owner, name_of in CALLED
+        for owner, name_of in OPERATOR_CLASSES
     ]
 
 
@@ -42,7 +42,7 @@ def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable
             supported = devices[name] = autocast_devices(self, name, device_types())
         if not supported or is_exporting():  # export records the call, not the kernel for autocast
             return original(self, *args, **kwargs)
-        present = {kind_of(value)[1] for value in tensors_in((*args, *kwargs.values()))}
+        present = {dtype_and_device(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
             half = None if is_enabled(device) else state.half_dtype_of(device, args, kwargs)
             if half in HALF_DTYPES:

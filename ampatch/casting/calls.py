@@ -3,8 +3,8 @@
 Calls of managed models, of their submodules and of module overrides, blocks of the user's, regions
 of torch.autocast, recomputations, backwards of custom Functions and optimizer steps are one `Call`
 each, on one stack for each thread, the innermost last.  A call records its policy, its half copies,
-its swap, and what its exit undoes.  Nothing else records that a forward runs, whose it is,
-or with what.
+its swap, and what its exit undoes.  No other object records which forwards run, of which models,
+and with which copies.
 
 `CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
 whatever exception passes: `models/own_frame` for modules, `CastState.within` for all else.  Only
@@ -35,16 +35,16 @@ from .handler_tables import HandlerTables
 if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
     from .policy import Policy
 
-FOLLOW: Any = object()
-"""Instead of a policy: the policy of the process is active."""
-KEEP: Any = object()
-"""Instead of a policy or a dtype: the active one stays."""
+PROCESS_POLICY: Any = object()
+"""As the policy of a call or a thread: the policy of the process is active there."""
+UNCHANGED: Any = object()
+"""As a policy or a dtype of a call: the call changes nothing, that of the calls around it stays."""
 
 CALL = "call"
 """A call of a module."""
 BLOCK = "block"
 """Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
-USER = "user"
+USER_BLOCK = "user"
 """A `with` block of the user's: its policy holds in managed models too."""
 REGION = "region"
 """A region of torch.autocast."""
@@ -59,13 +59,13 @@ class Call:
 
     owner: Any = None  # the object that has entered it
     kind = CALL
-    is_traced = False  # by Dynamo: no inputs, no copies
+    is_traced = False  # Dynamo traces it: it has no casts of inputs and no half copies
 
     # Active in this call, and in the calls inside that set none of their own.
-    policy: Any = FOLLOW
+    policy: Any = PROCESS_POLICY
     copies: Any = None  # the `ForwardCopies` that serve at O1
-    computes_in: Any = KEEP  # the dtype of half models and of overrides; None: any
-    results_in: Any = KEEP  # the dtype of what submodules return in a framework's step; None: any
+    computes_in: Any = UNCHANGED  # the dtype of half models and of overrides; None: any
+    results_in: Any = UNCHANGED  # of what submodules return in a framework's step; None: any
 
     # What its exit undoes.
     sets_policy = False
@@ -79,21 +79,21 @@ class Call:
     input_casts: Any = None  # for what the forward writes into its inputs
 
 
-class Here(threading.local):
-    """The calls that run in this thread; `policy` and `copies` are those of the innermost."""
+class ThreadCalls(threading.local):
+    """The calls that run in this thread, and the policy and copies of the innermost one."""
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
-        self.policy: Any = FOLLOW
+        self.policy: Any = PROCESS_POLICY
         self.copies: Any = None
 
 
-here = Here()
+thread_calls = ThreadCalls()
 
 
 def innermost(owner: object) -> Call | None:
     """The innermost call of `owner` in this thread."""
-    for call in reversed(here.stack):
+    for call in reversed(thread_calls.stack):
         if call.owner is owner:
             return call
     return None
@@ -101,8 +101,8 @@ def innermost(owner: object) -> Call | None:
 
 def computes_in() -> Any:
     """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
-    for call in reversed(here.stack):
-        if call.computes_in is not KEEP:
+    for call in reversed(thread_calls.stack):
+        if call.computes_in is not UNCHANGED:
             return call.computes_in
     return None
 
@@ -111,7 +111,7 @@ class CastState:
     """The policy of the process, and the enter and exit of each thread's calls."""
 
     def __init__(self) -> None:
-        self.process: Policy | None = None
+        self.process_policy: Policy | None = None
         self.in_half_models: Policy | None = None  # `init` has functions of the user cast there too
         self.per_thread = False  # whether functions look at their own thread: see `acquire`
         self._users: set[Any] = set()  # what `per_thread` is for
@@ -124,32 +124,32 @@ class CastState:
                 after_in_child=self.lock.release,
             )
         self.tables = HandlerTables()
-        self.modes = 0  # threads that are in a TorchFunctionMode; users of `per_thread` too
+        self.threads_in_modes = 0  # the number of threads in a TorchFunctionMode
 
     # Enter and exit
 
     def enter(self, call: Call, owner: object) -> None:
         """Put `call` on the stack; nothing else changes until its attributes are set."""
         call.owner = owner
-        call.policy, call.copies = here.policy, here.copies
-        here.stack.append(call)
+        call.policy, call.copies = thread_calls.policy, thread_calls.copies
+        thread_calls.stack.append(call)
 
     def set_policy(
         self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
     ) -> None:
         """This thread is under `policy` until the exit of `call`, its innermost one.
 
-        On the device types `off` torch's autocast is off meanwhile.  `innermost_setting` does not
-        count a call that `is_setting` excludes.
+        On the device types `off` torch's autocast is off meanwhile.  With `is_setting=False`
+        `innermost_setting` skips this call.
         """
-        previous = here.policy
-        active = self.process if previous is FOLLOW else previous
-        holds = policy is None and call.kind == USER  # also in sessions that open inside
-        call.sets_policy = is_setting and policy is not KEEP
-        if policy is not KEEP and (policy is not active or holds) and policy is not previous:
+        previous = thread_calls.policy
+        active = self.process_policy if previous is PROCESS_POLICY else previous
+        holds = policy is None and call.kind == USER_BLOCK  # also in sessions that open inside
+        call.sets_policy = is_setting and policy is not UNCHANGED
+        if policy is not UNCHANGED and (policy is not active or holds) and policy is not previous:
             call.counted_by = self
             self.acquire(call)
-            call.policy = here.policy = policy
+            call.policy = thread_calls.policy = policy
         if off:
             call.autocast_off = off
             switched_off(off)
@@ -173,14 +173,14 @@ class CastState:
     def remove(self, call: Call) -> None:
         """Exit a call without a swap, and the blocks that were entered in it.
 
-        Generators exit blocks in any order.  Where a call with a frame runs inside of `call`, that
-        call and all others stay on the stack.
+        Generators exit blocks in any order.  If a call with a frame runs inside of `call`, only
+        `call` leaves the stack.
         """
-        stack = here.stack
+        stack = thread_calls.stack
         if call not in stack:
             return
         calls_inside = stack[stack.index(call) + 1 :]
-        if all(inner.kind in (USER, REGION) for inner in calls_inside):
+        if all(inner.kind in (USER_BLOCK, REGION) for inner in calls_inside):
             self.exit(call)
             return
         if call.autocast_off:
@@ -191,7 +191,7 @@ class CastState:
 
     def exit(self, call: Call) -> None:
         """Exit a call, and the calls inside that are still on the stack.  May be called again."""
-        stack = here.stack
+        stack = thread_calls.stack
         if call not in stack:
             return
         last = None
@@ -206,9 +206,9 @@ class CastState:
             if last.autocast_off:
                 switch_on(last.autocast_off)
             if len(stack) > 1:
-                here.policy, here.copies = stack[-2].policy, stack[-2].copies
+                thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
             else:
-                here.policy, here.copies = FOLLOW, None
+                thread_calls.policy, thread_calls.copies = PROCESS_POLICY, None
             if last.counted_by is not None:
                 self.release(last)
             del stack[-1]
@@ -216,7 +216,7 @@ class CastState:
     def within(
         self, enter: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """`function(*args, **kwargs)` within a call that `enter(call)` enters and fills."""
+        """Call `function(*args, **kwargs)` in a new `Call`, which `enter(call)` enters."""
         call = Call()
         try:
             try:
@@ -229,7 +229,7 @@ class CastState:
             raise
 
     def casts_off(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` without casts, as for an optimizer's step."""
+        """Call `function(*args, **kwargs)` without casts, as an optimizer's step."""
         return self.within(self._enter_without_casts, function, *args, **kwargs)
 
     def _enter_without_casts(self, call: Call) -> None:
@@ -238,7 +238,7 @@ class CastState:
         self.set_policy(call, None)
 
     def casts_on(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` under the policy that is active around `casts_off`."""
+        """Call `function(*args, **kwargs)` under the policy that is active around `casts_off`."""
         call = innermost(self)
         if call is None:
             return function(*args, **kwargs)
@@ -252,9 +252,9 @@ class CastState:
 
     def current(self) -> Policy | None:
         """The policy of a function that is called now; None: nothing is cast."""
-        if self.per_thread and here.policy is not FOLLOW:
-            return here.policy
-        return self.process
+        if self.per_thread and thread_calls.policy is not PROCESS_POLICY:
+            return thread_calls.policy
+        return self.process_policy
 
     def forward_policy(self) -> Policy | None:
         """The policy of a forward that begins now, and of its recompute in a backward pass."""
@@ -276,8 +276,8 @@ class CastState:
 
         In a forward of a half model or an override that is its dtype, elsewhere the policy's.
         """
-        for call in reversed(here.stack):
-            if call.kind != USER and call.computes_in not in (KEEP, None):
+        for call in reversed(thread_calls.stack):
+            if call.kind != USER_BLOCK and call.computes_in not in (UNCHANGED, None):
                 return call.computes_in
             if call.sets_policy:
                 break
@@ -293,11 +293,11 @@ class CastState:
         A policy that the user sets, by `precision()` or `disable_casts()`, holds in managed models
         too.
         """
-        for call in reversed(here.stack):
+        for call in reversed(thread_calls.stack):
             if call.sets_policy and call.kind != REGION:
-                policy = self.process if call.policy is FOLLOW else call.policy
-                return policy, call.kind == USER
-        return self.process, False
+                policy = self.process_policy if call.policy is PROCESS_POLICY else call.policy
+                return policy, call.kind == USER_BLOCK
+        return self.process_policy, False
 
     def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
@@ -305,11 +305,11 @@ class CastState:
         The user's blocks of `disable_casts` and `precision` hold in the forward too.  Regions of
         torch.autocast around it do not, but an enabled one gives the half dtype.
         """
-        if here.policy is FOLLOW and policy is self.process:
-            return KEEP, (), False
+        if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
+            return UNCHANGED, (), False
         setting, by_user = self.innermost_setting()
-        if by_user:
-            return KEEP if devices_on() else setting, (), False  # a region inside the block is on
+        if by_user:  # if devices are on, a region inside the user's block is active
+            return UNCHANGED if devices_on() else setting, (), False
         on: list[str] = []
         if policy is not None and policy.condition is None:
             on = [device for device in devices_on() if policy.casts_on(device)]
@@ -317,7 +317,7 @@ class CastState:
             return policy, (), True
         half = half_dtype(on[-1])
         if not is_dynamo_compiling():
-            return policy.in_dtype(half), on, True
+            return policy.with_half_dtype(half), on, True
         # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 
@@ -340,20 +340,20 @@ class CastState:
         """What Dynamo traces at the end of the region."""
         self.exit_block(_TRACED_REGION)
 
-    def casts_here(self) -> bool:
-        """Whether a session casts in this thread, or would cast without a block of the user's."""
-        if self.process is not None:
+    def may_cast_in_thread(self) -> bool:
+        """Whether a session casts calls in this thread, or would without a block of the user's."""
+        if self.process_policy is not None:
             return True
-        for call in here.stack:
-            if call.policy is not None and call.policy is not FOLLOW:
+        for call in thread_calls.stack:
+            if call.policy is not None and call.policy is not PROCESS_POLICY:
                 return True
         return False
 
     def swaps(self) -> list[Any]:
-        """The swaps of this thread's calls that are in place, the outermost first."""
+        """This thread's swaps that have copies in the slots, the outermost first."""
         swaps = []  # a comprehension is a call before Python 3.12
-        for call in here.stack:
-            if call.swap is not None and call.swap.is_in_place:
+        for call in thread_calls.stack:
+            if call.swap is not None and call.swap.is_swapped_in:
                 swaps.append(call.swap)
         return swaps
 

@@ -28,9 +28,18 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..torch_private.autocast import devices_on, has_custom_fwd
-from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, no_reentry
+from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentrant_name
 from ..torch_private.probes import keeps_graph
-from .calls import BACKWARD, BLOCK, KEEP, USER, Call, CastState, computes_in, here
+from .calls import (
+    BACKWARD,
+    BLOCK,
+    UNCHANGED,
+    USER_BLOCK,
+    Call,
+    CastState,
+    computes_in,
+    thread_calls,
+)
 from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
@@ -38,25 +47,25 @@ _SWAPS = "_ampatch_swaps"
 _BESIDE_TORCH = "_ampatch_beside_torch"
 """torch's autocast was on too: `custom_bwd` restores torch's casts, and none of ampatch."""
 _UNKNOWN = object()
-_NOTHING: tuple[Sequence[Any], Any] = (), KEEP
+_NOTHING: tuple[Sequence[Any], Any] = (), UNCHANGED
 
 
-def functions(state: CastState) -> list[Replacement]:
+def custom_functions(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced for custom Functions."""
     return [
-        (BackwardCFunction, "__init__", lambda original: _recording(original, state)),
-        (BackwardCFunction, "apply", lambda original: _under_recorded(original, state)),
+        (BackwardCFunction, "__init__", lambda original: _with_recorded_policy(original, state)),
+        (BackwardCFunction, "apply", lambda original: _under_recorded_policy(original, state)),
     ]
 
 
 def checkpoints(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced for activation checkpoints."""
     owner = torch.utils.checkpoint
-    name = no_reentry()
+    name = non_reentrant_name()
     if name is None:
         return [(owner, "checkpoint", lambda original: _checkpoint(original, state))]
     return [
-        (owner, name, lambda original: _without_reentry(original, state)),
+        (owner, name, lambda original: _non_reentrant(original, state)),
         (owner.CheckpointFunction, "forward", lambda original: _reentrant(original, state)),
     ]
 
@@ -65,19 +74,20 @@ def replicas(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
-        (owner, "parallel_apply", lambda original: _in_threads(original, state)) for owner in owners
+        (owner, "parallel_apply", lambda original: _parallel_apply(original, state))
+        for owner in owners
     ]
 
 
-def _recording(original: Callable, state: CastState) -> Callable:
+def _with_recorded_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        casts_nothing = state.process is None and not state.per_thread  # saves two calls
+        casts_nothing = state.process_policy is None and not state.per_thread  # saves two calls
         policy = None if casts_nothing else state.forward_policy()
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _BESIDE_TORCH, True)
-        for call in here.stack:
+        for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
                     setattr(self, _SWAPS, (swaps, computes_in()))
@@ -86,19 +96,19 @@ def _recording(original: Callable, state: CastState) -> Callable:
     return __init__
 
 
-def _under_recorded(original: Callable, state: CastState) -> Callable:
+def _under_recorded_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
         policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
-        if policy is None and state.process is None and not (state.per_thread or swaps):
+        if policy is None and state.process_policy is None and not (state.per_thread or swaps):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
-        means_ours = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
-        if policy is state.current() and not means_ours:
+        restores_our_casts = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
+        if policy is state.current() and not restores_our_casts:
             if not swaps:
                 return original(self, *args)
-            policy = KEEP
-        captured = _Captured(policy, BACKWARD if means_ours else BLOCK, swaps, dtype)
+            policy = UNCHANGED
+        captured = _Captured(policy, BACKWARD if restores_our_casts else BLOCK, swaps, dtype)
         try:
             return state.within(functools.partial(captured.enter, state), original, self, *args)
         finally:
@@ -117,7 +127,7 @@ class _Captured(NamedTuple):
     policy: Any
     kind: str
     swaps: Sequence[Any] = ()
-    computes_in: Any = KEEP
+    computes_in: Any = UNCHANGED
 
     def enter(self, state: CastState, call: Call) -> None:
         """Enter `call` for the code.  Other calls entered here exit with `call`."""
@@ -135,31 +145,31 @@ class _Captured(NamedTuple):
         """As `enter`, with half copies of its own."""
         self.enter(state, call)
         if self.policy is not None:
-            self.policy.cache.open_separate(here.stack[-1])
+            self.policy.cache.open_separate(thread_calls.stack[-1])
 
 
 def _capture(state: CastState) -> _Captured:
-    """The state of this thread; the call's kind is USER where the user has set the policy."""
+    """The state of this thread; the call's kind is USER_BLOCK where the user has set the policy."""
     policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
-    kind = USER if by_user and policy is setting else BLOCK
+    kind = USER_BLOCK if by_user and policy is setting else BLOCK
     return _Captured(policy, kind, state.swaps(), computes_in())
 
 
-def _along(function: Callable, state: CastState) -> Callable:
-    """`function` under the active policy of now; torch's autocast stays that of its thread."""
+def _under_present_policy(function: Callable, state: CastState) -> Callable:
+    """`function` under the policy that is active now; torch's autocast is that of its thread."""
     captured = _capture(state)._replace(swaps=())
     return functools.partial(state.within, functools.partial(captured.enter, state), function)
 
 
-def _repeatable(
+def _recomputable(
     function: Callable, state: CastState, captured: _Captured | None = None
 ) -> Callable:
-    """`function` in the state of now, with half copies of its own."""
+    """`function` in the state that this thread has now, with half copies of its own."""
     enter = functools.partial((captured or _capture(state)).enter_recompute, state)
     return functools.partial(state.within, enter, function)
 
 
-def _without_reentry(original: Callable, state: CastState) -> Callable:
+def _non_reentrant(original: Callable, state: CastState) -> Callable:
     position = index_of_contexts(original)
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
@@ -171,21 +181,21 @@ def _without_reentry(original: Callable, state: CastState) -> Callable:
 
         users: list[Any] = []
 
-        def of_users() -> tuple[Any, Any]:
+        def user_contexts() -> tuple[Any, Any]:
             forward, recompute = contexts()
             users.append(recompute)
             return forward, nullcontext()
 
-        def in_users(*args: Any, **kwargs: Any) -> Any:
+        def in_user_context(*args: Any, **kwargs: Any) -> Any:
             """The recompute, in the user's context for it; both are under the forward's policy."""
             with users[-1]:
                 return function(*args, **kwargs)
 
         if position is None:
-            kwargs[CONTEXTS] = of_users
+            kwargs[CONTEXTS] = user_contexts
         else:
-            args = (*args[:position], of_users, *args[position + 1 :])
-        around = original(_repeatable(in_users, state, captured), *args, **kwargs)
+            args = (*args[:position], user_contexts, *args[position + 1 :])
+        around = original(_recomputable(in_user_context, state, captured), *args, **kwargs)
         if captured.policy is None:
             yield from around
             return
@@ -205,7 +215,7 @@ def _reentrant(original: Any, state: CastState) -> Any:
 
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
         if not is_compiling():
-            function = _repeatable(function, state)
+            function = _recomputable(function, state)
         return run(ctx, function, *args)
 
     return staticmethod(forward)
@@ -214,14 +224,15 @@ def _reentrant(original: Any, state: CastState) -> Any:
 def _checkpoint(original: Callable, state: CastState) -> Callable:
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            function = _repeatable(function, state)
+            function = _recomputable(function, state)
         return original(function, *args, **kwargs)
 
     return checkpoint
 
 
-def _in_threads(original: Callable, state: CastState) -> Callable:
+def _parallel_apply(original: Callable, state: CastState) -> Callable:
     def parallel_apply(modules: Sequence[Callable], *args: Any, **kwargs: Any) -> Any:
-        return original([_along(module, state) for module in modules], *args, **kwargs)
+        calls = [_under_present_policy(module, state) for module in modules]
+        return original(calls, *args, **kwargs)
 
     return parallel_apply

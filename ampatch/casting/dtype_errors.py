@@ -56,12 +56,13 @@ def explain(
     error: BaseException | None,
     cause: str,
     remedy: str,
-    listed: Callable[[Any], str | None] = lambda value: None,
+    unpatched_name: Callable[[Any], str | None] = lambda value: None,
 ) -> None:
     """Add a note to an error about dtypes: which tensors are half, and the remedy.  Once per error.
 
-    `cause` says why anything is half here.  `remedy` continues "cast it yourself, or".
-    `listed(value)` is the name of torch's function if `value` is one that has not been patched.
+    `cause` says why a tensor is half.  `remedy` continues "cast it yourself, or".
+    `unpatched_name(value)` is the name of a function of torch that the script has bound before the
+    patches; None for any other value.
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(error, _EXPLAINED):
         return
@@ -75,7 +76,7 @@ def explain(
     if tensors is None and lists_supported:
         return  # an argument has another dtype without a kernel
     advice = f"{tensors or 'Cast the half tensor yourself, by .float(), or'} {remedy}"
-    more = _own_class(error) + _unpatched_function(error, listed)
+    more = _note_on_own_class(error) + _note_on_unpatched_function(error, unpatched_name)
     _add_note(error, f"ampatch: {cause}. {advice}{more}")
 
 
@@ -123,7 +124,7 @@ def _half_tensors(error: BaseException, in_line: bool) -> str | None:
     return text
 
 
-def _own_class(error: BaseException) -> str:
+def _note_on_own_class(error: BaseException) -> str:
     """Names an object of the script's own class that has FP32 tensors: they are not cast."""
     for frame, _ in _frames(error):
         is_torchs = _package_of(frame.f_globals.get("__name__")) == "torch"
@@ -142,7 +143,9 @@ def _own_class(error: BaseException) -> str:
     return ""
 
 
-def _unpatched_function(error: BaseException, listed: Callable[[Any], str | None]) -> str:
+def _note_on_unpatched_function(
+    error: BaseException, unpatched_name: Callable[[Any], str | None]
+) -> str:
     """Names a function of torch that the failing line calls by a name from before the patches."""
     frame, line = list(_frames(error))[-1]
     text = linecache.getline(frame.f_code.co_filename, line)
@@ -151,7 +154,7 @@ def _unpatched_function(error: BaseException, listed: Callable[[Any], str | None
         value = frame.f_locals.get(first)
         for word in rest:
             value = inspect.getattr_static(value, word, None)
-        if (name := listed(value)) is not None:
+        if (name := unpatched_name(value)) is not None:
             return (
                 f" `{words}` has held `{name}` since before `initialize`, so this call is not "
                 f"cast: write {name}(...), or hold it in an attribute of a module of the model."

@@ -38,7 +38,7 @@ class DynamoTables:
         self,
         patches: PatchSet,
         original: Original,
-        ask_state: Callable[[], CastState],
+        get_state: Callable[[], CastState],
     ) -> None:
         self._patches = patches
         self._original = original
@@ -46,29 +46,29 @@ class DynamoTables:
             "torch._dynamo.trace_rules": _correct_rules,
             "torch._dynamo.variables.torch": _correct_functions,
             "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original: (
-                _trace_regions(contexts, patches, ask_state)
+                _trace_regions(contexts, patches, get_state)
             ),
         }
-        self._awaited: set[str] = set()
-        self._is_kept = False
+        self._awaited_imports: set[str] = set()
+        self._is_active = False
 
-    def keep(self) -> None:
+    def correct_from_now(self) -> None:
         """To be called before the first patch."""
-        self._is_kept = True
-        self._patches.on_undo(self._leave)
+        self._is_active = True
+        self._patches.on_undo(self._end)
         for title in self._corrections:
             module = sys.modules.get(title)
             if module is not None:
                 self._correct(module)
-            elif title not in self._awaited:
-                self._awaited.add(title)
-                wrapt.register_post_import_hook(self._arrived, title)
+            elif title not in self._awaited_imports:
+                self._awaited_imports.add(title)
+                wrapt.register_post_import_hook(self._on_import, title)
 
-    def _leave(self) -> None:
-        self._is_kept = False
+    def _end(self) -> None:
+        self._is_active = False
 
-    def _arrived(self, module: ModuleType) -> None:
-        if self._is_kept:
+    def _on_import(self, module: ModuleType) -> None:
+        if self._is_active:
             self._correct(module)
 
     def _correct(self, module: ModuleType) -> None:
@@ -153,7 +153,7 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
 def _trace_regions(
     contexts: ModuleType,
     patches: PatchSet,
-    ask_state: Callable[[], CastState],
+    get_state: Callable[[], CastState],
 ) -> None:
     """Have Dynamo trace `enter_region` and `exit_region` with regions of torch.autocast.
 
@@ -165,7 +165,7 @@ def _trace_regions(
 
     def trace(tx: Any, method: str, *values: Any) -> None:
         constants = [_constant(value) for value in values]
-        _trace_call(tx, ask_state).call_method(tx, method, constants, {})
+        _trace_call(tx, get_state).call_method(tx, method, constants, {})
 
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:

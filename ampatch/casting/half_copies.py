@@ -41,18 +41,18 @@ from ..torch_private.modules import (
     span_of,
 )
 from ..torch_private.probes import (
-    are_ranks,
     is_batched,
+    is_distributed,
     is_recording,
-    keep_plain,
+    keep_torch_methods,
     run_when_ready,
     running_ddp,
 )
 from ..torch_private.tensors import TENSOR_HOOKS_CAN_BE_SEEN, hooks_of
 
-MOST_WEIGHTS = 32
-MOST_BYTES = 8 * 2**20
-MOST_BYTES_OF_LISTS = 32 * 2**20
+MAX_WEIGHTS = 32
+MAX_BYTES = 8 * 2**20
+MAX_BYTES_OF_LISTS = 32 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights.
 
 The larger limit is for devices that copy a list in one kernel: fewer buckets are fewer kernels.
@@ -139,7 +139,7 @@ class _CastTogether(Function):
         return None, None, *[None if grad is None else next(widened) for grad in grads]
 
 
-keep_plain(_CastTogether)  # ampatch's own patches are for the script's Functions
+keep_torch_methods(_CastTogether)  # ampatch's own patches are for the script's Functions
 _apply = super(Function, _CastTogether).apply
 """`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
 
@@ -205,7 +205,7 @@ class Buckets:
         hooked = ids_under_hooks(self._root) if may_share and any(self._hook_tables) else ()
         together = []
         for bucket in self.all:
-            if may_share and not hooked and are_alike(bucket[0], bucket):
+            if may_share and not hooked and all_may_share_node(bucket[0], bucket):
                 together.append(bucket)
                 continue
             frozen = [weight for weight in bucket if not weight.requires_grad]
@@ -223,14 +223,14 @@ class Buckets:
 
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     size = sum(other.numel() for other in bucket) + weight.numel()
-    most = MOST_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MOST_BYTES
-    return len(bucket) < MOST_WEIGHTS and size * weight.element_size() <= most
+    most = MAX_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MAX_BYTES
+    return len(bucket) < MAX_WEIGHTS and size * weight.element_size() <= most
 
 
-def are_alike(weight: Tensor, bucket: list[Tensor]) -> bool:
+def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
     """Whether all weights of `bucket` may be cast in one node with `weight`, one of them.
 
-    In C++: `are_alike` of `weights.h`.
+    In C++: `all_may_share_node` of `weights.h`.
     """
     wanting = map(_wants_grad, bucket)
     return (
@@ -251,7 +251,7 @@ def may_share_node(weight: Tensor) -> bool:
     )
 
 
-def are_split(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
+def wants_only_some(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
     """Whether `wanted` (ids) has some of the weights that require a gradient, and not all."""
     are_wanted = {id(weight) in wanted for weight in weights if weight.requires_grad}
     return len(are_wanted) == 2
@@ -277,7 +277,7 @@ def may_use_all(model: nn.Module) -> bool:
 
     They may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
     """
-    if not are_ranks():
+    if not is_distributed():
         return True
     ddp = model if isinstance(model, DistributedDataParallel) else running_ddp()
     return ddp is not None and not ddp.find_unused_parameters
@@ -285,4 +285,4 @@ def may_use_all(model: nn.Module) -> bool:
 
 _cast_many = _cast
 if native.part is not None:
-    _cast_many, are_alike = native.part.half_copies, native.part.are_alike
+    _cast_many, all_may_share_node = native.part.half_copies, native.part.all_may_share_node

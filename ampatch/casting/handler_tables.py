@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
 
 _METHODS = (MethodType, classmethod, staticmethod)
-_DEEP = 4
-_LARGE = 64
+_MAX_DEPTH = 4
+_MAX_ITEMS = 64
 
 
 Table = dict | set
@@ -35,7 +35,7 @@ class HandlerTables:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], tuple[Table, Callable, Callable, bool]] = {}
 
-    def still_asks_for(self, original: Callable, patched: Callable, holder: Any) -> bool:
+    def knows_only_original(self, original: Callable, patched: Callable, holder: Any) -> bool:
         """Whether a handler does not know the replacement, and has to get the original.
 
         `holder` is the mode or the tensor whose handler it is.
@@ -44,12 +44,12 @@ class HandlerTables:
             return _names_below({NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
-        search.into_function(getattr(handler, "__func__", handler), 0)
+        search.in_function(getattr(handler, "__func__", handler), 0)
         for cls in type(holder).__mro__:
             if cls not in _ROOTS:
-                search.into_values(vars(cls).values(), 1)
+                search.in_values(vars(cls).values(), 1)
         if isinstance(holder, TorchFunctionMode):
-            search.into_values(vars(holder).values(), 1)
+            search.in_values(vars(holder).values(), 1)
         for table in search.patched_tables:
             self._entries.setdefault((id(table), id(patched)), (table, original, patched, False))
         if search.has_patched:
@@ -99,7 +99,7 @@ class _Search:
         self._pair = (original, patched)
         self._seen: set[int] = set()
 
-    def into_function(self, function: Any, depth: int) -> None:
+    def in_function(self, function: Any, depth: int) -> None:
         function = _unwrapped(function)
         if type(function) is not FunctionType or id(function) in self._seen:
             return
@@ -118,23 +118,23 @@ class _Search:
                 str(vars(value).get("__name__"))
             ):
                 values.extend(vars(value)[inner] for inner in names & vars(value).keys())
-        self.into_values(values, depth)
+        self.in_values(values, depth)
 
-    def into_values(self, values: Iterable, depth: int) -> None:
+    def in_values(self, values: Iterable, depth: int) -> None:
         for value in list(values):
             if type(value) in _METHODS:
                 value = value.__func__
             if type(value) is FunctionType and value not in self._pair:
-                if depth < _DEEP and not _is_of_torch(value.__module__ or ""):
-                    self.into_function(value, depth + 1)
+                if depth < _MAX_DEPTH and not _is_of_torch(value.__module__ or ""):
+                    self.in_function(value, depth + 1)
             elif issubclass(type(value), list) and self._is_logging:
                 continue  # a record of calls, not a table of functions
-            elif self._into(value) and issubclass(type(value), dict):
+            elif self._check(value) and issubclass(type(value), dict):
                 values_inside = list(dict.values(value))
-                for inner in values_inside if len(values_inside) <= _LARGE else ():
-                    self._into(inner)
+                for inner in values_inside if len(values_inside) <= _MAX_ITEMS else ():
+                    self._check(inner)
 
-    def _into(self, value: Any) -> bool:
+    def _check(self, value: Any) -> bool:
         """Record which of the two `value` is or contains.  Returns whether it is a container."""
         original, patched = self._pair
         kind = type(value)
@@ -147,20 +147,20 @@ class _Search:
                 if table is not frozenset:
                     self.patched_tables.append(value)
             elif table.__contains__(value, original):
-                if self._can_take(value):
+                if self._may_extend(value):
                     self.tables.append(value)
                 else:
                     self.has_original = True
             return True
         elif issubclass(kind, (list, tuple)):
             items = list((list if issubclass(kind, list) else tuple).__iter__(value))
-            if len(items) <= _LARGE:
+            if len(items) <= _MAX_ITEMS:
                 self.has_original = self.has_original or any(item is original for item in items)
                 self.has_patched = self.has_patched or any(item is patched for item in items)
                 return True
         return False
 
-    def _can_take(self, table: Any) -> TypeGuard[Table]:
+    def _may_extend(self, table: Any) -> TypeGuard[Table]:
         """Whether a table leads to handlers; tables that count or record calls must not change."""
         if type(table) is set:
             return not self._is_logging
@@ -169,7 +169,7 @@ class _Search:
 
 def _unwrapped(function: Any) -> Any:
     """The function inside of decorators, by `__wrapped__`."""
-    for _ in range(_LARGE):
+    for _ in range(_MAX_ITEMS):
         if type(function) is not FunctionType or "__wrapped__" not in vars(function):
             break
         function = vars(function)["__wrapped__"]

@@ -3,8 +3,8 @@
 A handler compares the function that it is called with to torch's functions, and looks it up in
 tables.  While `torch.nn.functional.linear` is a replacement, the handler gets the replacement, with
 the caller's own arguments, before anything is cast.  The replacement casts when the handler calls
-it.  A handler that still has the original, in a table filled before the session, gets the original.
-Then a TorchFunctionMode beneath the handler leads its call of the original to the replacement.
+it.  A handler that has the original in a table, filled before the session, gets the original.  Then
+a TorchFunctionMode redirects the handler's call of the original to the replacement.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .patches import PatchSet
 _OPERATOR = torch.Tensor.__matmul__
 
 
-class Handled(Exception):
-    """An argument's class wants to see the call; the casts raise this, the patched call catches."""
+class HasHandler(Exception):
+    """An argument's class handles the call.  Casts raise this, and patched calls catch it."""
 
 
-def wants_to_see(value: Any) -> bool:
+def has_handler(value: Any) -> bool:
     """Whether the class of `value` handles torch's calls now."""
     return not is_dynamo_compiling() and has_torch_function((value,))
 
 
-def is_asked(args: tuple, kwargs: dict) -> bool:
-    """Whether a handler wants a call with these arguments."""
+def any_has_handler(args: tuple, kwargs: dict) -> bool:
+    """Whether the class of one of these arguments, in lists too, handles torch's calls now."""
     return not is_dynamo_compiling() and has_torch_function(
         tuple(leaves((*args, *kwargs.values())))
     )
@@ -64,7 +64,7 @@ def call_handlers(
     types = tuple(map(type, overloaded))
 
     def ask(handler: Any) -> Any:
-        if not state.tables.still_asks_for(original, patched, handler):
+        if not state.tables.knows_only_original(original, patched, handler):
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
         with _pushed(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)
@@ -104,7 +104,7 @@ def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """No mode sees the calls made in this block: calls of ampatch's hooks are no user's calls."""
     modes = [pop_mode() for _ in range(count_modes())]
     try:
@@ -114,15 +114,15 @@ def unseen() -> Iterator[None]:
             push_mode(mode)
 
 
-def unseen_where_modes_are(state: CastState) -> AbstractContextManager[None]:
-    """`unseen()`, if any thread is in a mode."""
-    return unseen() if state.modes and not is_dynamo_compiling() else _NOTHING
+def without_modes_if_any(state: CastState) -> AbstractContextManager[None]:
+    """`without_modes()`, if any thread is in a mode."""
+    return without_modes() if state.threads_in_modes and not is_dynamo_compiling() else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-def fresh_tables(patches: PatchSet) -> None:
+def refill_overridable_tables(patches: PatchSet) -> None:
     """Have torch fill its tables of overridable functions anew.
 
     torch fills them once.  Filled before the patches they lack the replacements; filled while the
@@ -164,10 +164,10 @@ class FunctionModes:
         """Watch torch's stack of modes until `patches.undo`."""
         patches.on_undo(self._forget)
         for owner, name in STACK_CHANGES:
-            patches.replace(owner, name, self._looking)
-        self.look()
+            patches.replace(owner, name, self._recording)
+        self.record_thread()
 
-    def look(self) -> None:
+    def record_thread(self) -> None:
         """Record whether this thread is in a mode."""
         thread, is_in = threading.get_ident(), count_modes() > 0
         with self._lock:
@@ -182,15 +182,15 @@ class FunctionModes:
             self._update()
 
     def _update(self) -> None:
-        self._state.modes = len(self._threads)
+        self._state.threads_in_modes = len(self._threads)
         (self._state.acquire if self._threads else self._state.release)(self)
 
-    def _looking(self, original: Callable) -> Callable:
+    def _recording(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def push_or_pop(*mode: TorchFunctionMode) -> Any:
             result = original(*mode)
             if not is_dynamo_compiling():
-                self.look()
+                self.record_thread()
             return result
 
         return push_or_pop

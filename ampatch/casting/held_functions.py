@@ -1,8 +1,7 @@
 """Functions of torch that modules of a managed model hold: `self.f = partial(torch.exp)`.
 
-Modules have got them before the patches, so a patched name of torch does not reach them.  While
-patches are installed, the modules' attributes have the replacements, in partials, lists, tuples and
-dicts too.
+Modules got these originals before the patches.  While patches are installed, the modules'
+attributes have the replacements, in partials, lists, tuples and dicts too.
 """
 
 from __future__ import annotations

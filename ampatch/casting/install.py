@@ -14,12 +14,12 @@ from . import special_ops, user_functions
 from .autocast_interop import AutocastInterop
 from .calls import CastState
 from .dynamo_tables import DynamoTables
-from .handlers import fresh_tables
+from .handlers import refill_overridable_tables
 from .patches import PatchSet
 from .places import (
     NAMESPACES,
     Replacements,
-    has,
+    exists,
     places_of,
     public_name,
     raw_attribute,
@@ -32,9 +32,9 @@ from .rules import (
     Choose,
     banned,
     choose_float,
-    never,
-    overridden,
+    no_rule,
     refused,
+    with_overrides,
 )
 from .tables import (
     APEX,
@@ -53,16 +53,16 @@ from .wrapper import replacement
 class Installation:
     """The patches that are in the process now."""
 
-    def __init__(self, state: CastState, ask_state: Callable[[], CastState]) -> None:
+    def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
         self.has_rows = False  # at least EVERY_LEVEL's
         self.has_tables = False
         self.overridden: dict[Any, bool] = {}
         self._state = state
-        self._ask_state = ask_state
+        self._get_state = get_state
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
-        self._dynamo = DynamoTables(self._patches, self.replacements.original, ask_state)
+        self._dynamo = DynamoTables(self._patches, self.replacements.original, get_state)
 
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
@@ -72,18 +72,21 @@ class Installation:
         """
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
-            self._dynamo.keep()
-            special = [*special_ops.embeddings(), *self.autocast.regions()]
+            self._dynamo.correct_from_now()
+            special = [*special_ops.embedding_forwards(), *self.autocast.regions()]
             if with_tables:
-                special += [*special_ops.of_modules(self._state), *self.autocast.questions()]
+                special += [
+                    *special_ops.module_functions(self._state),
+                    *self.autocast.state_functions(),
+                ]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._put_if_there(where, name, self._make_for(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
-                self.replacements.put(owner, name, self._maker(never), shared=True)
+                self.replacements.put(owner, name, self._maker(no_rule), shared=True)
             for where, name, make in special:
                 self._put_if_there(where, name, make)
             if with_tables:
-                fresh_tables(self._patches)
+                refill_overridable_tables(self._patches)
                 self._patches.on_undo(self._state.tables.give_back)
             self.replacements.rebind()
         except BaseException:
@@ -101,12 +104,12 @@ class Installation:
                 is_float = row.rule is Rule.FLOAT
                 rules[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
-            rules[where, name] = never if rule is None else CHOOSERS[rule]
+            rules[where, name] = no_rule if rule is None else CHOOSERS[rule]
         original = self.replacements.original
         return {
             original(getattr(resolve(where), name)): choose
             for (where, name), choose in rules.items()
-            if has(where, name)
+            if exists(where, name)
         }
 
     def undo(self) -> None:
@@ -119,13 +122,13 @@ class Installation:
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
-        choose, ask, function = CHOOSERS[rule], self._ask_state, raw_attribute(owner, name)
+        choose, get_state, function = CHOOSERS[rule], self._get_state, raw_attribute(owner, name)
         if user_functions.is_function_class(function):
-            for method, make in user_functions.methods(function, choose, ask).items():
+            for method, make in user_functions.methods(function, choose, get_state).items():
                 self._patches.replace(function, method, make)
         elif isinstance(function, (staticmethod, classmethod)):
             self._patches.replace(
-                owner, name, lambda raw: user_functions.following(raw, choose, ask)
+                owner, name, lambda raw: user_functions.following(raw, choose, get_state)
             )
         else:
 
@@ -134,7 +137,7 @@ class Installation:
                     return replacement(
                         raw, choose, self._state, casts_nothing_inside=lambda policy: True
                     )
-                return user_functions.user_function(raw, choose, ask)
+                return user_functions.user_function(raw, choose, get_state)
 
             self.replacements.put(owner, name, make)
             self.replacements.rebind(function)
@@ -142,18 +145,20 @@ class Installation:
     def _put_if_there(
         self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
     ) -> None:
-        if has(where, name):
+        if exists(where, name):
             self.replacements.put(resolve(where), name, make, shared)
 
     def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
         """The maker of the replacement of `where.name`, by all rows that name it."""
         row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
-        choose: Choose = never
+        choose: Choose = no_rule
         if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
-        run_in_fp32 = at_every_level and special_ops.float_inside(at_every_level, name, self._state)
+        run_in_fp32 = at_every_level and special_ops.make_run_in_fp32(
+            at_every_level, name, self._state
+        )
         return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
 
     def _maker(
@@ -168,10 +173,10 @@ class Installation:
             function = self.replacements.original(original)
             run, casts_nothing_inside = run_in_fp32, None
             if self.overridden.get(function):
-                run = special_ops.float_inside(special_ops.OVERRIDDEN, "", self._state)
-            rule, run = special_ops.float_by_itself(name, choose, run)
+                run = special_ops.make_run_in_fp32(special_ops.OVERRIDDEN, "", self._state)
+            rule, run = special_ops.with_fp32_kernels(name, choose, run)
             if function in self.overridden:
-                rule, casts_nothing_inside = overridden(function, rule)
+                rule, casts_nothing_inside = with_overrides(function, rule)
             return replacement(original, rule, self._state, run, casts_nothing_inside)
 
         return make

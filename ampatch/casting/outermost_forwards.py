@@ -18,7 +18,7 @@ from ..torch_private.tensors import base_of
 from ..torch_private.torch_functions import unhandled
 from .arguments import tensors_in
 from .calls import Call, CastState
-from .handlers import wants_to_see
+from .handlers import has_handler
 from .policy import Policy
 from .rules import TENSORS, dtype_of
 
@@ -70,7 +70,7 @@ def _leads_to_parameter(tensor: Tensor) -> bool:
         return True
     if is_dynamo_compiling():
         return False
-    if type(tensor) not in TENSORS and wants_to_see(tensor):
+    if type(tensor) not in TENSORS and has_handler(tensor):
         with unhandled():
             return _is_of_parameter(tensor)
     return _is_of_parameter(tensor)

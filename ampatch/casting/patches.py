@@ -29,10 +29,10 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
-_NONE: Any = object()
+_NO_ORIGINAL: Any = object()
 
 
-class _Covered(NamedTuple):
+class _Patched(NamedTuple):
     owner: Any
     name: str
     previous: Any
@@ -43,10 +43,10 @@ class PatchSet:
     """A stack of replaced attributes, and of other things to undo."""
 
     def __init__(self) -> None:
-        self._covered: list[_Covered | Callable[[], None]] = []
+        self._entries: list[_Patched | Callable[[], None]] = []
 
     def __len__(self) -> int:
-        return len(self._covered)
+        return len(self._entries)
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         """Replace `owner.name` by `make(original)` and return the original.
@@ -60,10 +60,10 @@ class PatchSet:
         except AttributeError:
             if not (inspect.isclass(owner) and name.startswith("__")):
                 raise
-            original = _NONE  # not None, which `rebind` would find in all modules
+            original = _NO_ORIGINAL  # not None, which `rebind` would find in all modules
         replacement = make(original)
         # Recorded before the patch, and dropped after `undo`: Ctrl-C may strike anywhere.
-        self._covered.append(_Covered(owner, name, previous, replacement))
+        self._entries.append(_Patched(owner, name, previous, replacement))
         setattr(owner, name, replacement)
         return original
 
@@ -82,21 +82,21 @@ class PatchSet:
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Run `action` when its turn comes in `undo`."""
-        self._covered.append(action)
+        self._entries.append(action)
 
     def undo(self) -> None:
         """Restore everything, newest first.  A second call does nothing."""
-        while self._covered:
-            entry = self._covered[-1]
+        while self._entries:
+            entry = self._entries[-1]
             try:
-                _restore(entry) if isinstance(entry, _Covered) else entry()
+                _restore(entry) if isinstance(entry, _Patched) else entry()
             except Exception:  # not tried again, unlike an entry that Ctrl-C has stopped
-                self._covered.pop()
+                self._entries.pop()
                 raise
-            self._covered.pop()
+            self._entries.pop()
 
 
-def _restore(entry: _Covered) -> None:
+def _restore(entry: _Patched) -> None:
     owner, name, previous, replacement = entry
     current = vars(owner).get(name, _INHERITED)
     if current is previous:

@@ -41,7 +41,7 @@ def resolve(where: str) -> Any:
     return owner
 
 
-def has(where: str, name: str = "__name__") -> bool:
+def exists(where: str, name: str = "__name__") -> bool:
     """Whether this torch has the place `where`, and `name` in it."""
     try:
         return hasattr(resolve(where), name)
@@ -59,7 +59,7 @@ def places_of(functions: Iterable[Any]) -> list[tuple[Any, str]]:
     wanted = set(map(id, functions))
     return [
         (owner, name)
-        for owner in map(resolve, filter(has, NAMESPACES))
+        for owner in map(resolve, filter(exists, NAMESPACES))
         for name in dir(owner)
         if id(getattr(owner, name, None)) in wanted
     ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..types import Called
-from .calls import USER, CastState
+from .calls import USER_BLOCK, CastState
 from .weight_cache import WeightCache
 
 Condition = Callable[[tuple, dict], bool]
@@ -33,7 +33,7 @@ class Policy:
     `half_dtype` stays the half dtype where `precision("float")` has FP32 for `half_to`.
     `in_forwards`: for a policy that casts nothing in backward passes, the policy of forwards and
     of what repeats them in a backward pass; else None.
-    `recorded_attention`: see `special_ops.whole_in_graphs`.
+    `attention_in_graphs`: see `special_ops.opaque_attention`.
     """
 
     half_to: torch.dtype
@@ -44,14 +44,14 @@ class Policy:
     allow_banned: bool = True
     half_dtype: torch.dtype = None  # type: ignore[assignment]  # else `half_to`
     in_forwards: Policy | None = None
-    recorded_attention: Callable[..., Any] | None = None
+    attention_in_graphs: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:
         if self.half_dtype is None:
             self.half_dtype = self.half_to
 
-    def in_dtype(self, half: torch.dtype) -> Policy:
+    def with_half_dtype(self, half: torch.dtype) -> Policy:
         """The tables with another half dtype, and with a cache that no forward opens."""
         if half is self.half_to:
             return self
@@ -60,7 +60,7 @@ class Policy:
             half_to=half,
             float_to=torch.float32,
             half_dtype=half,
-            recorded_attention=None,
+            attention_in_graphs=None,
             cache=WeightCache(),
         )
 
@@ -68,7 +68,7 @@ class Policy:
         """Whether tensors on this type of device are cast."""
         return self.devices is None or device in self.devices
 
-    def forced(self, dtype: torch.dtype) -> Policy:
+    def casting_all_to(self, dtype: torch.dtype) -> Policy:
         """This policy with every rule casting to `dtype`, and a cache that no forward opens."""
         return dataclasses.replace(
             self,
@@ -77,7 +77,7 @@ class Policy:
             condition=None,
             functions={},
             in_forwards=None,
-            recorded_attention=None,
+            attention_in_graphs=None,
             cache=WeightCache(),
         )
 
@@ -98,9 +98,9 @@ class PolicyContext:
 
     def __enter__(self) -> None:
         policy, state = self._choose(), self._state
-        off = state.autocast_devices() if state.casts_here() else ()
+        off = state.autocast_devices() if state.may_cast_in_thread() else ()
         try:
-            state.enter_block(policy, USER, self, off)
+            state.enter_block(policy, USER_BLOCK, self, off)
         except BaseException:
             state.exit_block(self)
             raise

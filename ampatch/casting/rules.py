@@ -25,7 +25,7 @@ from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
 from .arguments import tensors_in
-from .handlers import Handled, is_asked, wants_to_see
+from .handlers import HasHandler, any_has_handler, has_handler
 from .policy import Policy
 from .tables import Rule
 
@@ -91,15 +91,15 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     if isinstance(value, Tensor):
-        if wants_to_see(value):
-            raise Handled
-        if castable(value, policy) and value.dtype is not to and not is_internal(value):
+        if has_handler(value):
+            raise HasHandler
+        if is_castable(value, policy) and value.dtype is not to and not is_internal(value):
             if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return _cast_tensor(value, to)
         return value
-    if wants_to_see(value):
-        raise Handled
+    if has_handler(value):
+        raise HasHandler
     return value
 
 
@@ -115,7 +115,7 @@ def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
     )
 
 
-def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
+def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
     """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
     cast_args, cast_kwargs = [], kwargs  # loops, since a comprehension is a call before Python 3.12
     try:
@@ -125,45 +125,45 @@ def cast_call(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple
             cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
         return cast_args, cast_kwargs
     except _NoHalfKernel:
-        return cast_call(args, kwargs, torch.float32, policy)
+        return cast_arguments(args, kwargs, torch.float32, policy)
 
 
-def kind_of(value: Tensor) -> tuple[torch.dtype, str]:
+def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
     """A tensor's dtype and type of device.  Handlers do not see it asked: it is no user's call."""
-    if type(value) not in TENSORS and wants_to_see(value):
+    if type(value) not in TENSORS and has_handler(value):
         with unhandled():
             return value.dtype, value.device.type
     return value.dtype, value.device.type
 
 
-def castable(value: Tensor, policy: Policy) -> bool:
+def is_castable(value: Tensor, policy: Policy) -> bool:
     """Whether rules may cast this tensor at all."""
-    dtype, device = kind_of(value)
+    dtype, device = dtype_and_device(value)
     return dtype in CASTABLE and policy.casts_on(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
     """A tensor's dtype.  Handlers do not see this call."""
-    return kind_of(value)[0]
+    return dtype_and_device(value)[0]
 
 
-def widest(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+def widest_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """The widest castable dtype, FP32 for two different half dtypes; None: nothing is castable."""
-    return _common(args, kwargs, policy)[0]
+    return _widest_and_mixed(args, kwargs, policy)[0]
 
 
 def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """As `widest`; None where all tensors have one dtype: there is nothing to cast."""
-    dtype, are_mixed = _common(args, kwargs, policy)
+    """As `widest_dtype`; None where all tensors have one dtype: there is nothing to cast."""
+    dtype, are_mixed = _widest_and_mixed(args, kwargs, policy)
     return dtype if are_mixed else None
 
 
-def _common(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.dtype | None, bool]:
+def _widest_and_mixed(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.dtype | None, bool]:
     """The widest castable dtype, and whether there are several castable dtypes."""
     first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
         dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
-        if dtype is not first_dtype and dtype in CASTABLE and castable(value, policy):
+        if dtype is not first_dtype and dtype in CASTABLE and is_castable(value, policy):
             if first_dtype is not None:
                 return torch.float32, True
             first_dtype = dtype
@@ -191,7 +191,7 @@ def _chooser_of(equation: str) -> Choose:
     ]
     if all(labels.intersection(shared) for labels in operands):
         return choose_half
-    return choose_float if any(labels - kept for labels in operands) else widest
+    return choose_float if any(labels - kept for labels in operands) else widest_dtype
 
 
 def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -207,24 +207,26 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """FP32 if any tensor is on the CPU; else the widest dtype, as PROMOTE."""
     for value in tensors_in((*args, *kwargs.values())):
-        if kind_of(value)[1] == "cpu":
+        if dtype_and_device(value)[1] == "cpu":
             return torch.float32
-    return widest(args, kwargs, policy)
+    return widest_dtype(args, kwargs, policy)
 
 
 def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """For `torch.embedding` and `torch.embedding_bag`: `sparse` is the fifth argument or sixth."""
     is_sparse = kwargs.get("sparse") or any(arg is True for arg in args[4:6])
-    return (widest if is_sparse else _float_on_cpu)(args, kwargs, policy)
+    return (widest_dtype if is_sparse else _float_on_cpu)(args, kwargs, policy)
 
 
 def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    value = first(args, kwargs)
+    """For `index_select`, `index_add` and `repeat_interleave`, by the dimensions of the input."""
+    value = first_argument(args, kwargs)
     is_vector = isinstance(value, Tensor) and value.dim() < 2
     return _float_on_cpu(args, kwargs, policy) if is_vector else None
 
 
 def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+    """For `put` and `index_put` with `accumulate=True`, and `pad` with `mode="replicate"`."""
     for arg in (*args, *kwargs.values()):
         if arg is True or (type(arg) is str and arg == "replicate"):
             return _float_on_cpu(args, kwargs, policy)
@@ -232,7 +234,7 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For norms over a batch.  Half statistics stay half, since the call writes into them."""
+    """For `batch_norm` and its like.  Half statistics stay half, as the call writes into them."""
     weight = args[1:2] or (kwargs.get("weight"),)
     mean = args[3:4] or (kwargs.get("running_mean"),)
     if not _has_half(weight, {}, policy) or _has_half(mean, {}, policy):
@@ -249,7 +251,7 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
 
     A number instead of a tuple is the size in each of the dimensions.
     """
-    value, size = first(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
+    value, size = first_argument(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
     ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
@@ -270,7 +272,7 @@ def _of_rank(size: Any, rank: int) -> list:
     return sizes if len(sizes) == rank else sizes[:1] * rank
 
 
-def first(args: tuple, kwargs: dict) -> Any:
+def first_argument(args: tuple, kwargs: dict) -> Any:
     """The first argument of a call."""
     return args[0] if args else kwargs.get("input")
 
@@ -287,18 +289,18 @@ def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtyp
 
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    value = first(args, kwargs)
-    if isinstance(value, Tensor) and castable(value, policy):
+    value = first_argument(args, kwargs)
+    if isinstance(value, Tensor) and is_castable(value, policy):
         return dtype_of(value)
     return None
 
 
-def never(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """No rule: only an override casts this function."""
     return None
 
 
-def overridden(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
+def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
     """As `choose`, except under policies that override the rule of this function of torch.
 
     Returns the rule, and a predicate: whether a policy is such a policy.
@@ -342,8 +344,8 @@ def refused(message: str) -> Choose:
 
 def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
     """Whether a castable argument is half; False for a call that a handler is to see first."""
-    return not is_asked(args, kwargs) and any(
-        value.dtype in (torch.float16, torch.bfloat16) and castable(value, policy)
+    return not any_has_handler(args, kwargs) and any(
+        value.dtype in (torch.float16, torch.bfloat16) and is_castable(value, policy)
         for value in tensors_in((*args, *kwargs.values()))
     )
 

@@ -20,32 +20,42 @@ from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
 from ..torch_private.probes import is_recording, is_tracing
 from .arguments import tensors_in
-from .calls import FOLLOW, Call, CastState, here
+from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
 from .dynamo_tables import opaque_call
-from .handlers import unseen_where_modes_are
+from .handlers import without_modes_if_any
 from .policy import Policy
-from .rules import CHOOSERS, TENSORS, Choose, cast, cast_call, castable, first, widest
+from .rules import (
+    CHOOSERS,
+    TENSORS,
+    Choose,
+    cast,
+    cast_arguments,
+    first_argument,
+    is_castable,
+    widest_dtype,
+)
 from .tables import Row, Rule
 
 Make = Callable[[Callable], Callable]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-MANY = 2**14
-"""Elements of a weight whose conversion takes longer than finding the FP32 weight behind it."""
+LARGE_WEIGHT = 2**14
+"""From so many elements on, converting a half copy takes longer than looking up its FP32 weight."""
 
-_EVERYWHERE = Policy(half_to=torch.float32)
+_ANY_DEVICE = Policy(half_to=torch.float32)
 
 OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
 """The row of EVERY_LEVEL that a function has while a session of half models names it."""
 
 
-def float_inside(row: Row, name: str, state: CastState) -> Callable:
-    """The `run_in_fp32` of `wrapper.replacement` where PyTorch computes a function wrongly in half.
+def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
+    """Make the `run_in_fp32` of `wrapper.replacement`, for a row of EVERY_LEVEL.
 
-    The row says which calls run in FP32 inside.  The result has the dtype that PyTorch gives it; an
-    in-place call writes it into its first argument.  Where an argument is a half copy in the slot
-    of a weight, the call reads the FP32 weight instead.
+    PyTorch computes such a function wrongly in half.  The row says which calls run in FP32
+    internally.  The result has the dtype that PyTorch gives it; an in-place call writes it into its
+    first argument.  Where an argument is a half copy in the slot of a weight, the call reads the
+    FP32 weight instead.
     """
     choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     in_place = name.endswith("_") and not name.endswith("__")
@@ -62,23 +72,25 @@ def float_inside(row: Row, name: str, state: CastState) -> Callable:
             return call(*args, **kwargs)
         if row.only_gradient and not _is_recorded(args, kwargs):
             return call(*args, **kwargs)
-        to = choose(args, kwargs, _EVERYWHERE) if is_everywhere or value.is_cpu else None
+        to = choose(args, kwargs, _ANY_DEVICE) if is_everywhere or value.is_cpu else None
         if to is None or kwargs.get("out") is not None:
             return call(*args, **kwargs)
-        promoted = ((first(args, kwargs),), {}) if is_norm else (args, kwargs)
-        dtype = widest(*promoted, _EVERYWHERE)
+        promoted = ((first_argument(args, kwargs),), {}) if is_norm else (args, kwargs)
+        dtype = widest_dtype(*promoted, _ANY_DEVICE)
         if dtype is None or dtype is to:
             return call(*args, **kwargs)
-        cast_args, cast_kwargs = cast_call(
+        cast_args, cast_kwargs = cast_arguments(
             *(map(float_of, args), {name: float_of(arg) for name, arg in kwargs.items()}),
-            *(to, _EVERYWHERE),
+            *(to, _ANY_DEVICE),
         )
         result = call(*cast_args, **cast_kwargs)
-        return first(args, kwargs).copy_(result) if in_place else cast(result, dtype, _EVERYWHERE)
+        if in_place:
+            return first_argument(args, kwargs).copy_(result)
+        return cast(result, dtype, _ANY_DEVICE)
 
     def float_of(value: Any) -> Any:
-        if isinstance(value, Tensor) and not is_dynamo_compiling() and here.stack:
-            return state.float_of(value) if value.numel() >= MANY else value
+        if isinstance(value, Tensor) and not is_dynamo_compiling() and thread_calls.stack:
+            return state.float_of(value) if value.numel() >= LARGE_WEIGHT else value
         return value
 
     return run_in_fp32
@@ -101,19 +113,20 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
     return is_dynamo_compiling() or is_recording()
 
 
-def float_by_itself(
+def with_fp32_kernels(
     name: str, choose: Choose, run_in_fp32: Callable | None
 ) -> tuple[Choose, Callable | None]:
-    """`choose` and `run_in_fp32` of `wrapper.replacement` for a row that casts to FP32.
+    """Let a row that casts to FP32 use kernels that read half tensors and compute in FP32.
 
-    Where an accelerator computes the function in FP32 from a half tensor, no FP32 copy is made.
+    Accelerators have some; then no FP32 copy is made.  Takes and returns the `choose` and the
+    `run_in_fp32` of `wrapper.replacement`.
     """
-    if name not in _BY_ITSELF:
+    if name not in _FP32_KERNELS:
         return choose, run_in_fp32
-    can_compute, compute = _BY_ITSELF[name]
+    can_compute, compute = _FP32_KERNELS[name]
 
     def needs_no_copy(args: tuple, kwargs: dict, policy: Policy) -> bool:
-        value = first(args, kwargs)
+        value = first_argument(args, kwargs)
         return (
             type(value) in TENSORS
             and value.dtype in HALF_DTYPES
@@ -138,7 +151,7 @@ def float_by_itself(
     return choose_copy, run
 
 
-def _leaves_dtype_open(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+def _has_no_dtype(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     return dtype is None and not any(arg is None or type(arg) is torch.dtype for arg in args)
 
 
@@ -146,7 +159,7 @@ def _with_dtype(call: Callable, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **{**kwargs, "dtype": torch.float32})
 
 
-def _has_classes(input: Tensor, target: Any, *others: Any, **named: Any) -> bool:
+def _has_class_indices(input: Tensor, target: Any, *others: Any, **named: Any) -> bool:
     if observers:  # observers see the call and its cast
         return False
     if named or len(others) != 4:  # not as F.cross_entropy calls it
@@ -156,28 +169,28 @@ def _has_classes(input: Tensor, target: Any, *others: Any, **named: Any) -> bool
     return is_index and target.shape != input.shape and weight is None and not label_smoothing
 
 
-def _cross_entropy_of_classes(call: Callable, input: Tensor, target: Tensor, *others: Any) -> Any:
+def _cross_entropy_of_indices(call: Callable, input: Tensor, target: Tensor, *others: Any) -> Any:
     _, reduction, ignore_index, _ = others
     log_probabilities = torch.ops.aten.log_softmax(input, min(1, input.dim() - 1), torch.float32)
     return torch.ops.aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
 # Left out: what takes no half tensor (matrix norms), or computes its gradient in half (cumsum).
-_BY_DTYPE = ("log_softmax", "softmax", "sum", "vector_norm")
-_BY_ITSELF: dict[str, tuple[Callable[..., bool], Callable]] = {  # can it compute a call; how
-    **dict.fromkeys(_BY_DTYPE, (_leaves_dtype_open, _with_dtype)),
-    "cross_entropy_loss": (_has_classes, _cross_entropy_of_classes),
+_WITH_DTYPE_ARGUMENT = ("log_softmax", "softmax", "sum", "vector_norm")
+_FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # can it compute a call; how
+    **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_has_no_dtype, _with_dtype)),
+    "cross_entropy_loss": (_has_class_indices, _cross_entropy_of_indices),
 }
 
 
-def of_modules(state: CastState) -> list[tuple[str, str, Make]]:
+def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
     """Functions of torch's modules that check dtypes or autocast by themselves."""
     return [
-        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check(original, state)),
+        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
         (
             "torch.nn.functional",
             "multi_head_attention_forward",
-            lambda original: whole_in_graphs(original, state),
+            lambda original: opaque_attention(original, state),
         ),
         (
             "torch.backends.mha",
@@ -187,12 +200,12 @@ def of_modules(state: CastState) -> list[tuple[str, str, Make]]:
     ]
 
 
-def embeddings() -> list[tuple[str, str, Make]]:
+def embedding_forwards() -> list[tuple[str, str, Make]]:
     """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
-    return [(f"torch.nn.{kind.__name__}", "forward", _looking_up) for kind in EMBEDDINGS]
+    return [(f"torch.nn.{kind.__name__}", "forward", _embedding_forward) for kind in EMBEDDINGS]
 
 
-def _looking_up(original: Callable) -> Callable:
+def _embedding_forward(original: Callable) -> Callable:
     """TorchScript compiles the source of `original`, which needs the `F` of this module."""
 
     @functools.wraps(original)
@@ -224,7 +237,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
             return False
         caller = sys._getframe(1).f_locals
         module = caller.get("self")
-        with unseen_where_modes_are(state):
+        with without_modes_if_any(state):
             tensors = [value for value in caller.values() if isinstance(value, Tensor)]
             weights = module.parameters() if isinstance(module, nn.Module) else ()
             return not policy.condition((*tensors, *weights), {})
@@ -232,9 +245,9 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     return get_fastpath_enabled
 
 
-def record_attention(policy: Policy, state: CastState) -> None:
+def prepare_attention(policy: Policy, state: CastState) -> None:
     """Prepare the call that stands for attention in Dynamo's graphs under this policy."""
-    policy.recorded_attention = _attention_under(policy, state)
+    policy.attention_in_graphs = _attention_under(policy, state)
 
 
 def _attention_under(policy: Policy | None, state: CastState) -> Callable:
@@ -248,8 +261,8 @@ def _attention_under(policy: Policy | None, state: CastState) -> Callable:
     return opaque_call(attention)
 
 
-def whole_in_graphs(original: Callable, state: CastState) -> Callable:
-    """Attention of `nn.MultiheadAttention`, which Dynamo does not trace: its graph has the call.
+def opaque_attention(original: Callable, state: CastState) -> Callable:
+    """Attention of `nn.MultiheadAttention` as one opaque call in Dynamo's graphs, not traced.
 
     AOTAutograd runs that call later, outside of the model's forward.  So the call sets its policy.
     """
@@ -259,23 +272,23 @@ def whole_in_graphs(original: Callable, state: CastState) -> Callable:
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
         call = original
         if state.per_thread and is_dynamo_compiling():
-            own = here.policy
+            own = thread_calls.policy
             if own is None:
                 call = without_casts
-            elif own is not FOLLOW and own.recorded_attention is not None:
-                call = own.recorded_attention
+            elif own is not PROCESS_POLICY and own.attention_in_graphs is not None:
+                call = own.attention_in_graphs
         return call(*args, **kwargs)
 
     return multi_head_attention_forward
 
 
-def _rnn_check(original: Callable, state: CastState) -> Callable:
+def _rnn_check_input(original: Callable, state: CastState) -> Callable:
     """RNNs refuse an input in another dtype than the weights', before it could be cast."""
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.current()
         if policy is not None:
-            with unseen_where_modes_are(state):
+            with without_modes_if_any(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
                 input = _like_weights(input, weights[0], policy)
         return original(self, input, batch_sizes)
@@ -285,6 +298,10 @@ def _rnn_check(original: Callable, state: CastState) -> Callable:
 
 def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
     """An input for that check: in the weights' dtype, if `input` and they are to be cast."""
-    if input.dtype is not weights.dtype and castable(input, policy) and castable(weights, policy):
+    if (
+        input.dtype is not weights.dtype
+        and is_castable(input, policy)
+        and is_castable(weights, policy)
+    ):
         return input.new_empty(input.shape, dtype=weights.dtype)
     return input

@@ -17,30 +17,32 @@ from ..errors import type_name
 from .calls import CastState
 from .cast_observers import ObservedCall, observers
 from .rules import Choose
-from .wrapper import call_in
+from .wrapper import call_cast
 
 Make = Callable[[Any], Any]
-Ask = Callable[[], CastState]
+GetState = Callable[[], CastState]
 
 
-def user_function(function: Callable, choose: Choose, ask: Ask) -> Callable:
+def user_function(function: Callable, choose: Choose, get_state: GetState) -> Callable:
     """`function` with its arguments cast to `choose(args, kwargs, policy)`, casts on inside."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = ask().current()
+        policy = get_state().current()
         to = None if policy is None else choose(args, kwargs, policy)
-        is_seen = observers and not is_dynamo_compiling()
-        call = ObservedCall(function, args, kwargs) if is_seen else function
-        return call(*args, **kwargs) if policy is None else call_in(to, call, args, kwargs, policy)
+        is_observed = observers and not is_dynamo_compiling()
+        call = ObservedCall(function, args, kwargs) if is_observed else function
+        if policy is None:
+            return call(*args, **kwargs)
+        return call_cast(to, call, args, kwargs, policy)
 
     return patched
 
 
-def following(function: Any, choose: Choose, ask: Ask) -> Any:
+def following(function: Any, choose: Choose, get_state: GetState) -> Any:
     """The replacement of `function`, of the same kind: a static method for a static method."""
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(following(function.__func__, choose, ask))
-    return functools.wraps(function)(user_function(function, choose, ask))
+        return type(function)(following(function.__func__, choose, get_state))
+    return functools.wraps(function)(user_function(function, choose, get_state))
 
 
 def is_function_class(value: Any) -> bool:
@@ -63,21 +65,20 @@ def check(function: Any, what: str) -> None:
         )
 
 
-def methods(cls: type[Function], choose: Choose, ask: Ask) -> dict[str, Make]:
+def methods(cls: type[Function], choose: Choose, get_state: GetState) -> dict[str, Make]:
     """`{name: make}` for the methods to replace in an autograd Function class.
 
-    The casts belong in front of `apply`: autograd then records them, and second derivatives
-    work.  Dynamo ignores a replaced `apply` and traces `forward`, so `forward` casts as well,
-    what `apply` has not cast.
+    `apply` casts, so that `setup_context` and `mark_dirty` get the casts too.  Dynamo ignores a
+    replaced `apply` and traces `forward`, so `forward` casts what `apply` has not cast.
     """
     return {
-        "apply": lambda original: _apply(original, choose, ask),
-        "forward": lambda original: following(original, choose, ask),
+        "apply": lambda original: _apply(original, choose, get_state),
+        "forward": lambda original: following(original, choose, get_state),
     }
 
 
-def _apply(original: classmethod, choose: Choose, ask: Ask) -> classmethod:
+def _apply(original: classmethod, choose: Choose, get_state: GetState) -> classmethod:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        return user_function(original.__get__(None, cls), choose, ask)(*args, **kwargs)
+        return user_function(original.__get__(None, cls), choose, get_state)(*args, **kwargs)
 
     return classmethod(functools.wraps(original.__get__(None, Function))(apply))

@@ -4,7 +4,8 @@ A weight that several calls use within a forward is cast once: as the forward be
 forward has used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
 forward and its graph: nothing writes into them, and no later forward uses them, since a `.data`
 write (an EMA swap) and fused optimizers change weights without raising `_version`.  The calls of a
-thread hold the copies (`calls.here`): another thread's forward may begin and end at any moment.
+thread hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their
+own.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor, is_grad_enabled, nn
 from .. import native
 from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording
-from .calls import Call, here
+from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
-from .half_copies import Buckets, are_split, half_copies, may_share_node
+from .half_copies import Buckets, half_copies, may_share_node, wants_only_some
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -38,7 +39,7 @@ class CacheInfo:
 
 
 class WeightUseOrder:
-    """The weights that a model's last forward used in `dtype`, in order, for its next to cast.
+    """The weights that a model's last forward used in `dtype`, in order; its next casts them.
 
     A weight whose dtype or device has changed since is cast too, and its copy is not used.
     """
@@ -61,7 +62,7 @@ class WeightUseOrder:
             self.latest = ids, Buckets(weights, self._model, self._model)
             self._ids = self._ids.union(ids)
 
-    def record_request(self, wanted: Collection[int]) -> bool:
+    def record_wanted_grads(self, wanted: Collection[int]) -> bool:
         """Record that gradients of these weights (ids) are asked for.
 
         If they are some of the weights that forwards use, and not all, each weight has a node of
@@ -71,9 +72,9 @@ class WeightUseOrder:
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
         used = [weight for weight in self._model.parameters() if id(weight) in self._ids]
-        is_split = are_split(used, wanted)
-        self.wants_own_nodes |= is_split
-        return is_split
+        only_some = wants_only_some(used, wanted)
+        self.wants_own_nodes |= only_some
+        return only_some
 
 
 class ForwardCopies:
@@ -87,7 +88,7 @@ class ForwardCopies:
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
         self.cache = cache
         self.order = order
-        self.outer: ForwardCopies | None = here.copies
+        self.outer: ForwardCopies | None = thread_calls.copies
         self.in_inference = torch.is_inference_mode_enabled()
         self.graphed: Copies = {}
         self.frozen: Copies = {}
@@ -109,7 +110,7 @@ class ForwardCopies:
 class WeightCache:
     """Casts leaf weights, each once while a managed model's forward runs."""
 
-    _here = here  # for the native part
+    _thread_calls = thread_calls  # for the native part
 
     def __init__(self) -> None:
         self.hits = self.misses = 0
@@ -119,13 +120,14 @@ class WeightCache:
 
         Within another forward of this cache nothing changes: the copies of that forward are used.
         """
-        outer = here.copies
+        outer = thread_calls.copies
         if outer is not None and outer.cache is self:
             return
         if is_recording():
-            call.copies = here.copies = None
+            call.copies = thread_calls.copies = None
             return
-        call.copies = call.opened_copies = here.copies = forward = ForwardCopies(self, order)
+        forward = ForwardCopies(self, order)
+        call.copies = call.opened_copies = thread_calls.copies = forward
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes
@@ -150,16 +152,16 @@ class WeightCache:
         times, and the gradients of a weight that it uses twice are summed in the same dtype as
         without the checkpoint.
         """
-        call.copies = here.copies = None if is_recording() else ForwardCopies(self)
+        call.copies = thread_calls.copies = None if is_recording() else ForwardCopies(self)
 
-    def _forward_here(self) -> ForwardCopies | None:
+    def _thread_copies(self) -> ForwardCopies | None:
         """The copies of this cache that this thread uses now."""
-        forward = here.copies
+        forward = thread_calls.copies
         return None if forward is None or forward.cache is not self else forward
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
-        forward = self._forward_here()
+        forward = self._thread_copies()
         return CacheInfo(self.hits, self.misses, 0 if forward is None else len(forward))
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +171,7 @@ class WeightCache:
 
         In C++: `cast_weight` of `call.h`.
         """
-        forward = here.copies
+        forward = thread_calls.copies
         if forward is None or forward.cache is not self:
             return _observed([weight.to(dtype)])[0]
         if not is_grad_enabled():  # as `copies_for`, without the price of a call
@@ -184,7 +186,7 @@ class WeightCache:
                 forward.used[key] = weight
                 self.hits += 1
                 return half
-        return self._make(forward, copies, weight, dtype)
+        return self._make_copy(forward, copies, weight, dtype)
 
     def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """As `cast`, for the weights of an RNN: they share one block of memory, as do their copies.
@@ -192,7 +194,7 @@ class WeightCache:
         cuDNN requires that; else it copies the weights, and warns, at every call.  They are cast at
         their use, and never as a forward begins.
         """
-        forward, versions = self._forward_here(), list(map(_version_of, weights))
+        forward, versions = self._thread_copies(), list(map(_version_of, weights))
         if forward is None:
             return _observed(half_copies(weights, dtype, in_one_block=True))
         copies = forward.copies_for(any(map(_wants_grad, weights)))
@@ -207,17 +209,17 @@ class WeightCache:
             return halves
         self.misses += len(weights)
         block = _observed(half_copies(weights, dtype, in_one_block=True))
-        if all(self._may_keep(forward, weight) for weight in weights):
+        if all(self._may_keep_copy(forward, weight) for weight in weights):
             copies.update(zip(map(id, weights), zip(block, versions)))
             forward.kept.append(weights)
         return block
 
-    def _make(
+    def _make_copy(
         self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """A new copy of `weight`.  In C++: `cast_here` of `call.h`."""
+        """A new copy of `weight`.  In C++: `make_copy` of `call.h`."""
         self.misses += 1
-        if not self._may_keep(forward, weight):
+        if not self._may_keep_copy(forward, weight):
             return _observed([weight.to(dtype)])[0]
         version = weight._version  # before the cast: another thread may write meanwhile
         [half] = _observed(half_copies([weight], dtype, own_nodes=True))
@@ -229,13 +231,13 @@ class WeightCache:
         return half
 
     @staticmethod
-    def _may_keep(forward: ForwardCopies, weight: Tensor) -> bool:
+    def _may_keep_copy(forward: ForwardCopies, weight: Tensor) -> bool:
         """Whether a copy may be used again.
 
         Not where it would leak out of a trace or a transform, or where autograd could not save it
         for a backward pass.
 
-        In C++: `is_cast_here` of `call.h`.
+        In C++: `may_keep_copy` of `call.h`.
         """
         return not (
             id(weight) in forward.touched
@@ -250,7 +252,7 @@ def forget(weight: Tensor) -> None:
 
     For a weight into which code may write without raising its version.
     """
-    forward = here.copies
+    forward = thread_calls.copies
     while forward is not None:
         forward.touched.add(id(weight))
         for copies in (forward.graphed, forward.frozen, forward.plain):
@@ -260,7 +262,7 @@ def forget(weight: Tensor) -> None:
 
 def forget_all() -> None:
     """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
-    forward = here.copies
+    forward = thread_calls.copies
     while forward is not None:
         forward.graphed, forward.frozen, forward.plain = {}, {}, {}
         forward = forward.outer

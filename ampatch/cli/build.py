@@ -12,25 +12,27 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "build",
-        help="compile the native part: fewer calls per step, the same results",
-        description="Compiles ampatch's native part, one C++ file, for this torch and this Python: "
-        "about half a minute, with a C++ compiler. `ampatch run` and `ampatch sweep` do it before "
-        "their first trial. `import ampatch` uses it from then on; results "
-        "stay the same to the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. "
-        "AMPATCH_NATIVE=0 switches it off.",
+        help="compile the native part, which makes small steps faster",
+        description="Compiles ampatch's native part, one C++ file, for this torch and this Python. "
+        "It needs a C++ compiler and about half a minute. `ampatch run` and `ampatch sweep` do it "
+        "before the script starts. From then on `import ampatch` uses it. Results stay the same to "
+        "the bit. The file goes to AMPATCH_CACHE, XDG_CACHE_HOME or ~/.cache. AMPATCH_NATIVE=0 "
+        "switches it off.",
     )
-    parser.add_argument("--verbose", action="store_true", help="show what the compiler says")
+    parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--force", action="store_true", help="build again where there is a build")
+    what.add_argument("--force", action="store_true", help="build again, even if there is a build")
     what.add_argument(
         "--clean",
         action="store_true",
-        help="remove all builds, those for other versions too, and build nothing",
+        help="remove all builds, also those for other versions, and build nothing",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    from ampatch.cli.native_first import signs_of_life
+    import torch
+
+    from ampatch.cli.native_first import progress_lines
     from ampatch.errors import AmpatchError
     from ampatch.native import building, loading
 
@@ -41,22 +43,17 @@ def run(options: argparse.Namespace) -> int:
     if path.is_file() and not options.force:
         print(f"There is a build already: {path} (--force builds again)")
         return _say_status()
-    print(f"Compiling for {_versions()}: about half a minute.", flush=True)
+    versions = f"torch {torch.__version__} and Python {platform.python_version()}"
+    print(f"Compiling for {versions}: about half a minute.", flush=True)
     start = time.monotonic()
     try:
-        with signs_of_life():
+        with progress_lines():
             path = building.build(verbose=options.verbose)
     except AmpatchError as error:
         print(error, file=sys.stderr)
         return 1
     print(f"Built in {time.monotonic() - start:.0f} s: {path}")
     return _say_status()
-
-
-def _versions() -> str:
-    import torch
-
-    return f"torch {torch.__version__} and Python {platform.python_version()}"
 
 
 def _say_status() -> int:

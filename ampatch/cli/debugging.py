@@ -37,8 +37,8 @@ def _lines(debugger: Debugger) -> Iterator[str]:
     passed, unseen = debugger.passed_over, debugger.unseen_skips
     if passed:
         yield (
-            f"ampatch: passed over, because the dynamic loss scale absorbs them: overflows in "
-            f"{counted(len(passed), 'step')} (--stop-at any stops there)."
+            f"ampatch: passed over overflows in {counted(len(passed), 'step')}, because a smaller "
+            "loss scale cures them (--stop-at any stops there)."
         )
         yield from (f"  {report.in_short()}" for report in passed[:SHOWN])
         if len(passed) > SHOWN:

@@ -26,15 +26,15 @@ EXTRAS = (
 _ORDER = ("float16", "bfloat16", "float32")  # the last against itself: the noise of the machine
 _SPEEDS = (
     "\nSpeed relative to FP32, forward and backward, with the range of three measurements.\n"
-    "Above 1 is faster; less than 10 %, or a range that reaches across 1, is a tie."
+    "Above 1 is faster. A difference under 10 %, or a range that includes 1, is a tie."
 )
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="versions, devices, and how fast half is here",
-        description="Prints versions, devices and the speed of the half dtypes: begin a bug "
+        help="show versions, devices and the speed of the half dtypes",
+        description="Prints versions, devices and the speed of the half dtypes. Begin a bug "
         "report with it. Takes some seconds.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     for device, speeds in _measured().items():
         for speed in sorted(speeds, key=lambda speed: _ORDER.index(speed.name)):
             is_base = speed.name == _ORDER[-1]
-            said = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
-            print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{said}")
+            note = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
+            print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{note}")
         print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half dtype'}.")
     return 0
 
@@ -119,8 +119,8 @@ def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Pairs of a name and its value as text."""
     for name, value in listed.items():
         if name in ("versions", "extras", "environment"):
-            lacking = "not set" if name == "environment" else "not installed"
-            yield from ((key, lacking if text is None else text) for key, text in value.items())
+            missing = "not set" if name == "environment" else "not installed"
+            yield from ((key, missing if text is None else text) for key, text in value.items())
             continue
         if name == "torch_built_for":
             value = [f"{toolkit} {version}" for toolkit, version in value.items()]

@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: quietly, with one line and its exit code."""
+"""How a command ends that is interrupted or cannot write: with one line and its exit code."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupted(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
-    """What is said of the end of a command that goes on in `directory`, and its exit code."""
+    """The message at the end of a command that can be resumed in `directory`, and its exit code."""
     is_term = isinstance(error, Terminated)
-    said = f"{'Ended by SIGTERM' if is_term else 'Interrupted'}. To go on: {resuming(directory)}"
-    return said, TERMINATED if is_term else INTERRUPTED
+    ending = "Ended by SIGTERM" if is_term else "Interrupted"
+    code = TERMINATED if is_term else INTERRUPTED
+    return f"{ending}. To go on: {resume_command(directory)}", code
 
 
-def resuming(directory: Path) -> str:
-    """The command line of this process with what has it go on in `directory`."""
+def resume_command(directory: Path) -> str:
+    """The command line of this process, changed so that it resumes in `directory`."""
     words = sys.orig_argv
     cut = words.index("--") if "--" in words else len(words)
     own = [word for word in words[:cut] if word not in ("--resume", "--overwrite")]
@@ -81,7 +82,7 @@ def cause(error: OSError) -> str:
 
 
 def _write_nowhere() -> None:
-    """What the streams still hold goes nowhere, as Python would complain about it at its end."""
+    """Drop what the streams still hold, about which Python would complain at its end."""
     for stream in (sys.stdout, sys.stderr):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -11,7 +11,7 @@ from ampatch.cli.script_options import WATCHED, add_script_command, print_answer
 def add_parser(commands: Any) -> None:
     add_script_command(
         commands, "explain", WATCHED,
-        help="what is cast in a script, and where time could be won",
+        help="show what a script casts, and where time could be saved",
         description="Runs SCRIPT for some optimizer steps. Prints for each function its calls, "
         "casts, uses of cached half copies and bytes cast; for each module the dtypes of its "
         "inputs and outputs; and where time could be saved. The output of SCRIPT goes "

@@ -14,7 +14,7 @@ OPTIONS = {
         "type": percentage,
         "default": 0.1,
         "metavar": "PERCENT",
-        "help": "how much a static loss scale may lose (default: 0.1)",
+        "help": "how many gradients a static loss scale may lose (default: 0.1)",
     },
 }
 
@@ -22,7 +22,7 @@ OPTIONS = {
 def add_parser(commands: Any) -> None:
     add_script_command(
         commands, "gradients", OPTIONS,
-        help="how large a script's gradients are, and what float16 loses of them",
+        help="show how large a script's gradients are, and how many float16 loses",
         description="Runs SCRIPT for some optimizer steps. Prints a histogram of its gradients "
         "by binary exponent, the share that float16 flushes to zero at loss scale 1 and at the "
         "current scale, and suggests a static loss scale. The output of SCRIPT goes to the "

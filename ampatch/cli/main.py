@@ -39,21 +39,21 @@ WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain
 """Subcommands that give the script all that follows it, and their options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
-_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the reader of the output has ended"
+_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the output is a closed pipe"
 _OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
 _ENDINGS = {
     "sweep": "0; 1 if no run succeeded or the sweep could not continue; 143 after SIGTERM",
-    "tune": "0; 1 where no cure was found, or the tuning could not go on; 143 after SIGTERM",
-    "report": "0; 1 where something cannot be written",
+    "tune": "0; 1 if no cure was found or the tuning could not continue; 143 after SIGTERM",
+    "report": "0; 1 if a file cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
-    "tables": "0; 1 where no row names NAME",
+    "tables": "0; 1 if no row has NAME",
     "gradients": _OF_SCRIPTS,
     "explain": _OF_SCRIPTS,
-    "doctor": "0; 1 where torch cannot be imported",
-    "build": "0 where there is a build that loads, or after --clean; 1 where it cannot be made or "
-    "does not load",
+    "doctor": "0; 1 if torch cannot be imported",
+    "build": "0 if there is a build that loads, or after --clean; 1 if it cannot be made or does "
+    "not load",
 }
-"""The exit codes of a command, as its help says them."""
+"""The exit codes of a command, for its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,12 +70,12 @@ def _run(argv: list[str]) -> int:
     options, unknown = parser.parse_known_args(own)
     if unknown:
         options.parser.error(_unrecognized(own, options, unknown))
-    options.arguments, options.given = script_arguments, argv
+    options.arguments, options.argv = script_arguments, argv
     return int(options.command(options))
 
 
 def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
-    """Refuse a command or an option that there is not, with the one that was meant."""
+    """Refuse an unknown command or option, and name a similar one."""
     word = own[0]
     if word in ("-h", "--help", "--version", *NAMES):
         return
@@ -98,10 +98,10 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if own[0] in WITH_SEPARATOR:
-        left, of_ampatch = list(unknown), []
+        remaining, of_ampatch = list(unknown), []
         for word in own:
-            if left[:1] == [word]:
-                left.pop(0)
+            if remaining[:1] == [word]:
+                remaining.pop(0)
             else:
                 of_ampatch.append(word)
         is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line, with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="ampatch",
-        description="Automatic mixed precision for PyTorch, by patching it.",
+        description="Apex-style automatic mixed precision for PyTorch.",
         epilog=f"Exit status: that of the command, see COMMAND --help; {_CODES}.",
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from ampatch.errors import AmpatchError
 
-SILENT = 20.0  # seconds until the next sign of life
+INTERVAL = 20.0  # seconds between lines that say that it still compiles
 
 
 def build() -> bool:
-    """Whether there is a build now that this process has not loaded.
+    """Build if there is none; returns whether there is now one that this process has not loaded.
 
-    Two lines on the standard error say that it is tried, and what came of it.  Processes that begin
-    at once build once: the others wait.
+    Two lines on the standard error announce the build and its result.  Of processes that begin at
+    once one builds, and the others wait.
     """
     from ampatch import native
 
@@ -30,7 +30,7 @@ def build() -> bool:
     start = time.monotonic()
     _say("compiling the native part, about 30 s, for all runs from now on")
     try:
-        with signs_of_life():
+        with progress_lines():
             building.build(again=False)
     except AmpatchError as error:
         reason = str(error).splitlines()[0].removeprefix("ampatch build: ")
@@ -46,12 +46,12 @@ def build() -> bool:
 
 
 @contextlib.contextmanager
-def signs_of_life() -> Iterator[None]:
-    """Inside, a line every `SILENT` seconds says that it still compiles."""
+def progress_lines() -> Iterator[None]:
+    """Inside, a line every `INTERVAL` seconds says that it still compiles."""
     start, over = time.monotonic(), threading.Event()
 
     def tell() -> None:
-        while not over.wait(SILENT):
+        while not over.wait(INTERVAL):
             _say(f"still compiling, {time.monotonic() - start:.0f} s so far")
 
     thread = threading.Thread(target=tell, daemon=True)
@@ -70,7 +70,7 @@ def _say(text: str) -> None:
 
 
 def may_restart(words: Sequence[str]) -> bool:
-    """Whether this process is the command of these arguments, and not a program that calls it."""
+    """Whether this process was started as the command, rather than by a program that calls it."""
     return bool(sys.executable and words) and sys.orig_argv[-len(words) :] == list(words)
 
 

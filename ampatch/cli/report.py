@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.cli.ending import cause
-from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_files
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="make a sweep's table, pictures and HTML page again, from stored results",
+        help="write a sweep's report again, from its stored results",
         description="Prints the table of the sweep in DIR, and writes report.html, plots/, "
-        "summary.csv, .md and .tex anew, also after a sweep was killed. Nothing is run.",
+        "summary.csv, .md and .tex again, also after a sweep was killed. Runs no trial.",
     )
-    parser.add_argument("directory", metavar="DIR", help="what ampatch sweep wrote to")
+    parser.add_argument("directory", metavar="DIR", help="the folder of the sweep")
     add_trackers(parser)
 
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     write_results(results, sys.stdout)
     try:
-        write_shown(directory, trackers)
+        write_files(directory, trackers)
     except OSError as error:
         print(f"ampatch report: {cause(error)}", file=sys.stderr)
         return 1

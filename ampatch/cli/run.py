@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.stop_at is not None and not options.debug:
         options.parser.error("--stop-at goes with --debug")
     apply_settings(options, program)
-    if native_first.may_restart(options.given) and native_first.build():
+    if native_first.may_restart(options.argv) and native_first.build():
         return native_first.restart()
     from ampatch.log import show_where_nobody_does
 
@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
             notes.close()
         if code == 0:
             notes.say_unused()
+        if code == 0 and not options.debug:  # which says the same
+            notes.say_no_step()
         return code
 
     if options.debug:

@@ -1,4 +1,4 @@
-"""What commands share that run a script: their options, each declared once, and naming the script.
+"""Shared by the commands that run a script: their options, and which script it is.
 
 `run`, `gradients` and `explain` give the script all that follows it; `sweep` and `tune` have `--`
 between their own arguments and the script's.
@@ -27,7 +27,7 @@ Options = Mapping[str, dict[str, Any]]
 
 
 def _setting(name: str, metavar: str, words: str) -> dict[str, Any]:
-    """An option that sets the variable of the same name, and is checked as that is."""
+    """An option that sets the variable of the same name, and has the same checks."""
 
     def check(text: str) -> str:
         from ampatch.config import environment
@@ -46,7 +46,7 @@ SETTINGS: Options = {
     "--dtype": _setting("dtype", "DTYPE", "float16 or bfloat16"),
     "--loss-scale": _setting("loss_scale", "SCALE", '"dynamic" or a number'),
     "--overrides": _setting(
-        "overrides", "FILE", "modules in another precision, a JSON file as ampatch tune writes it"
+        "overrides", "FILE", "JSON file with the precision of modules, as ampatch tune writes it"
     ),
 }
 """Arguments of the script's `initialize` that are replaced, by the variables."""
@@ -54,8 +54,8 @@ SETTINGS: Options = {
 AUTO: Options = {
     "--auto": {
         "action": "store_true",
-        "help": "for a script without AMP code: cast in modules that have parameters, scale each "
-        "backward(), check each step(); at O1, in float16 or bfloat16",
+        "help": "for a script without AMP code: run it at O1, in float16 or bfloat16. Casts in "
+        "modules that have parameters, scales each backward(), checks each step()",
     },
 }
 DEFAULT_STEPS = 20
@@ -66,7 +66,7 @@ WATCHED: Options = {
         "metavar": "N",
         "help": f"end the script after N optimizer steps (default: {DEFAULT_STEPS})",
     },
-    "--json": {"action": "store_true", "help": "the answer as JSON"},
+    "--json": {"action": "store_true", "help": "print the answer as JSON"},
     **SETTINGS,
     **AUTO,
 }
@@ -109,7 +109,7 @@ def split(argv: Sequence[str], with_value: Collection[str]) -> tuple[list[str], 
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """What is to run.  None, two, or a launcher end the command."""
+    """The program to run.  Ends the command if there is none, or two, or if it is a launcher."""
     from ampatch.launch import launchers
     from ampatch.launch.program import Program
 
@@ -140,13 +140,13 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, str]:
-    """What the command line gives for SETTINGS, by the flag."""
+    """The values of SETTINGS on the command line, by the flag."""
     values = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in SETTINGS}
     return {flag: text for flag, text in values.items() if text is not None}
 
 
 def apply_settings(options: argparse.Namespace, program: Program) -> None:
-    """Set the variables of SETTINGS; what is wrong with them or the program ends the command."""
+    """Set the variables of SETTINGS; errors in them or the program end the command."""
     from ampatch.launch import children
 
     for flag, text in given_settings(options).items():
@@ -159,7 +159,7 @@ def apply_settings(options: argparse.Namespace, program: Program) -> None:
 
 
 def start(options: argparse.Namespace, program: Program) -> RunNotes:
-    """Set this process up for the script; returns what is noted of it."""
+    """Set this process up for the script; returns the observer that prints lines about it."""
     from ampatch.config import environment
     from ampatch.launch import children
     from ampatch.launch.run_notes import RunNotes
@@ -174,7 +174,7 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
 
 
 def _say_misplaced(options: argparse.Namespace, source: str) -> None:
-    """Name options of ampatch after SCRIPT, in one line; not those that the script names, too."""
+    """Print a line on options of ampatch after SCRIPT that the script's source does not name."""
     own, rest = [], []
     words = iter(options.arguments)
     for word in words:
@@ -185,7 +185,7 @@ def _say_misplaced(options: argparse.Namespace, source: str) -> None:
         else:
             rest.append(word)
     if own and os.environ.get("RANK", "0") == "0":
-        command, *before = options.given[: len(options.given) - len(options.arguments)]
+        command, *before = options.argv[: len(options.argv) - len(options.arguments)]
         print(
             f"{options.parser.prog}: {shlex.join(own)} went to the script. Options of ampatch come "
             f"before it: ampatch {shlex.join([command, *own, *before, *rest])}",
@@ -210,8 +210,8 @@ def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[
     elif steps == options.steps:
         message = f"Ended {program} after {steps} optimizer steps (--steps)."
     else:
-        none = f"{program} never stepped an optimizer: there is no training to look at."
-        message = "" if steps else none
+        reason = f"{program} never stepped an optimizer: there is no training to look at."
+        message = "" if steps else reason
     if message:
         print(message, file=sys.stderr)
     if steps and not ending.exit_code and notes.say_unused():

@@ -15,10 +15,11 @@ from ampatch.cli import native_first
 from ampatch.cli.ending import interrupted, interruptible
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
-from ampatch.cli.sweep_output import add_trackers, check_installed, write_shown
+from ampatch.cli.sweep_output import add_trackers, check_installed, write_files
 
 if TYPE_CHECKING:
     from ampatch.sweep import Sweep
+    from ampatch.sweep.execution.progress import Lines
 
 
 def add_parser(commands: Any) -> None:
@@ -37,7 +38,7 @@ def add_parser(commands: Any) -> None:
     add_program(parser)
     later = add_options(parser)
     add_trackers(later)
-    later.add_argument("--quiet", action="store_true", help="no progress, the results alone")
+    later.add_argument("--quiet", action="store_true", help="print only the results")
     later.add_argument(
         "--json", action="store_true", help="print summary.json, and all else to stderr"
     )
@@ -55,40 +56,39 @@ def run(options: argparse.Namespace) -> int:
     code = 0
     try:
         with interruptible():
-            if not sweep.runs:  # a sweep that goes on keeps what its first trials had
+            if not sweep.runs:  # a resumed sweep keeps the native part of its first trials
                 native_first.build()
             sweep.run(lines)
     except KeyboardInterrupt as error:
-        way_on, code = interrupted(error, sweep.directory)
-        print(way_on, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
+        message, code = interrupted(error, sweep.directory)
+        print(message, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
         stopped = ""
     except OSError as error:
         stopped, code = f"{error}. Mend that, and go on with --resume.", 1
     except SweepError as error:  # the reason comes before the results that it explains
         print(f"Stopped: {error}", file=sys.stderr, flush=True)
         stopped, code = "", 1
-    said = None if lines is None else lines.shown
-    result = report(sweep, said, stopped, trackers, sys.stderr if options.json else sys.stdout)
+    result = report(sweep, lines, stopped, trackers, sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(plain(sweep.results.to_json()), indent=1))
     return result or code
 
 
 def report(
-    sweep: Sweep, said: list[str] | None, stopped: str | None, trackers: list[str], stream: TextIO
+    sweep: Sweep, lines: Lines | None, stopped: str | None, trackers: list[str], stream: TextIO
 ) -> int:
-    """Print and write the results so far, but what was `said`; returns 1 if no run went well.
+    """Print and write the results so far, without what `lines` showed; returns 1 if no run is good.
 
-    `stopped` is why not all have run, "" if that has been told; None: they have.
+    `stopped` is why not all have run, "" if that was printed; None: all have.
     """
     from ampatch.sweep.report.terminal import write_results
 
     results = sweep.results
-    notes = [note for note in results.notes if note not in (said or ())]
-    told = () if said is None else {case.label for case in sweep.told}
-    write_results(dataclasses.replace(results, notes=notes), stream, told)
+    notes = [note for note in results.notes if lines is None or note not in lines.shown]
+    failures = () if lines is None else {case.label for case in sweep.shown_failures}
+    write_results(dataclasses.replace(results, notes=notes), stream, failures)
     try:
-        write_shown(sweep.directory, trackers, stream)
+        write_files(sweep.directory, trackers, stream)
     except OSError as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return 1

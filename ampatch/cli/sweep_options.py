@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ampatch.cli.ending import cause
 from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
-from ampatch.sweep.options import flag, help_texts, of_command
+from ampatch.sweep.options import command_options, flag, help_texts
 
 Kind = TypeVar("Kind")
 
@@ -22,13 +22,13 @@ def add_options(
     leave_out: Collection[str] = (),
     other_texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Add the options of the table, but some, with its texts or others.
+    """Add the options of `SweepOptions`, with the help texts there or in `other_texts`.
 
-    Returns the group of those that a first run does not need.
+    Returns the group of those that a first sweep does not need.
     """
     later = parser.add_argument_group("more options")
     texts = {**help_texts(), **other_texts}
-    for option in of_command():
+    for option in command_options():
         if option.name in leave_out:
             continue
         group: Any = parser if option.metadata["first"] else later
@@ -36,16 +36,16 @@ def add_options(
             flag(option),
             dest=option.name,
             help=texts.get(option.name, "").replace("%", "%%"),  # none with python -OO
-            default=argparse.SUPPRESS,  # the table's own
-            **_taken(option),
+            default=argparse.SUPPRESS,  # those of `SweepOptions` apply
+            **_argument_settings(option),
         )
     return later
 
 
 def construct(options: argparse.Namespace, make: Callable[..., Kind], **more: Any) -> Kind:
-    """`make`, a sweep or a tuning, of the script and the options; a wrong one ends the command."""
+    """Call `make`, for a sweep or a tuning, with the script and options; errors end the command."""
     program = program_of(options)
-    for option in of_command():
+    for option in command_options():
         if option.name in vars(options):
             value = getattr(options, option.name)
             more[option.name] = dict(value) if option.default_factory is dict else value
@@ -58,8 +58,8 @@ def construct(options: argparse.Namespace, make: Callable[..., Kind], **more: An
         parser.error(str(error))
 
 
-def _taken(option: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What follows the flag."""
+def _argument_settings(option: dataclasses.Field[Any]) -> dict[str, Any]:
+    """The settings of `add_argument` for an option."""
     if isinstance(option.default, bool):
         return {"action": "store_const", "const": not option.default}
     metavar = option.metadata["metavar"]

@@ -34,7 +34,7 @@ def check_installed(options: argparse.Namespace) -> list[str]:
     return chosen
 
 
-def write_shown(directory: Path, trackers: Sequence[str], stream: TextIO | None = None) -> None:
+def write_files(directory: Path, trackers: Sequence[str], stream: TextIO | None = None) -> None:
     """Write pages, pictures and tables of the stored results, and say where they are."""
     from ampatch.sweep.report.render import write_report
     from ampatch.sweep.report.trackers import write

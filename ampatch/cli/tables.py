@@ -10,15 +10,15 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tables",
-        help="which function gets which dtype, and why",
-        description="Prints which functions are patched, by which rule and why, which of them "
-        "this torch lacks, and where torch.autocast for CUDA and apex differ.",
+        help="show which function gets which dtype, and why",
+        description="Prints the patched functions, with the rule of each and its reason. Also "
+        "prints which of them this torch lacks, and where torch.autocast for CUDA and apex differ.",
     )
     parser.add_argument(
         "name",
         nargs="?",
         metavar="NAME",
-        help="only functions with this in their name, or that match it: 'torch.linalg.*'",
+        help="only functions whose name contains or matches NAME: 'torch.linalg.*'",
     )
     parser.add_argument("--rule", help="only the rows with this rule, such as half or float")
     parser.add_argument(

@@ -17,14 +17,14 @@ from ampatch.sweep.options import SHORT_DTYPES
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that have no meaning here."""
 OTHER_TEXTS = {
-    "seeds": "judge the answer with seeds 0 to N-1, at least 4, and candidates with half of them "
-    "(default: 6)",
-    "rounds": "time the answer beside the level and O0 in N rounds (default: 3)",
-    "margin": "the smallest difference from O0 that matters in what is judged; a candidate with a "
-    "smaller one passes (default: 1% of O0's value)",
-    "out": "for answer, trials and logs (default: ampatch-tune/ and the script's name)",
-    "resume": "go on with what is in the directory",
-    "overwrite": "replace what is in the directory",
+    "seeds": "run the answer with seeds 0 to N-1, N at least 4 (default: 6); candidates run with "
+    "half of them",
+    "rounds": "measure the speed of the answer, LEVEL and O0 in N rounds (default: 3)",
+    "margin": "the difference from O0 that matters; a candidate that is worse by less passes "
+    "(default: 1% of O0's value)",
+    "out": "folder for the answer, trials and logs (default: ampatch-tune/NAME)",
+    "resume": "continue the tuning in the folder",
+    "overwrite": "replace the tuning in the folder",
 }
 
 
@@ -36,14 +36,15 @@ def add_parser(commands: Any) -> None:
         usage="ampatch tune SCRIPT --opt-level LEVEL [options] [-- SCRIPT ARGUMENTS]\n"
         "       ampatch tune -m MODULE --opt-level LEVEL [options] [-- MODULE ARGUMENTS]",
         description="Finds the smallest set of modules that must stay FP32 so that SCRIPT trains "
-        "at LEVEL as at O0 within noise, or the setting that is the cause. One run at O0 also "
-        "computes each module in half; trials, judged as in ampatch sweep, decide.",
+        "at LEVEL as well as at O0. The cause may also be a setting. One run at O0 measures how "
+        "sensitive each module is to half precision. Then candidates, sets of modules in FP32, "
+        "train and are compared with O0 as in ampatch sweep.",
         epilog="The answer is a line to paste, and DIR/overrides.json for "
         "initialize(overrides=...), AMPATCH_OVERRIDES and ampatch run --overrides.",
     )
     add_program(parser)
     what = parser.add_argument_group("what is tuned")
-    what.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to bring back")
+    what.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to repair")
     what.add_argument(
         "--dtype",
         type=lambda name: SHORT_DTYPES.get(name, name),
@@ -54,13 +55,13 @@ def add_parser(commands: Any) -> None:
         "--probe-steps",
         type=positive_count,
         metavar="N",
-        help="steps at O0 in which modules are computed in half as well (default: 100)",
+        help="steps at O0 in which modules also compute in half (default: 100)",
     )
     what.add_argument(
         "--candidates",
         type=positive_count,
         metavar="N",
-        help="try so many sets at most (default: 2 log2(n) + 8 for n modules)",
+        help="try at most N candidates (default: 2 log2(n) + 8 for n modules)",
     )
     add_options(parser, LEFT_OUT, OTHER_TEXTS)
 
@@ -88,8 +89,8 @@ def run(options: argparse.Namespace) -> int:
             native_first.build()
             answer = tuning.run()
     except KeyboardInterrupt as error:
-        said, code = interrupted(error, tuning.directory)
-        print(said, file=sys.stderr)
+        message, code = interrupted(error, tuning.directory)
+        print(message, file=sys.stderr)
         return code
     except OSError as error:
         print(f"{error}. Mend that, and go on with --resume.", file=sys.stderr)
@@ -99,6 +100,6 @@ def run(options: argparse.Namespace) -> int:
         return 1
     write_pages(tuning.directory, answer)
     write_terminal(answer, sys.stdout)
-    named = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
-    print(f"Written to {tuning.directory}: {named}.")
+    files = f"{ANSWER},{' overrides.json,' if answer.line else ''} report.html"
+    print(f"Written to {tuning.directory}: {files}.")
     return 0 if answer.outcome in (CURED, PASSES) else 1

@@ -191,7 +191,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
         "The model is on the CPU, where float16 products are often many times slower than float32"
     )
     advice = (
-        ". For speed take bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or "
+        ". For speed use bfloat16: dtype=torch.bfloat16, ampatch run --dtype bfloat16 or "
         "AMPATCH_DTYPE=bfloat16."
         if host_computes_in_bfloat16()
         else ', and so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'
@@ -273,14 +273,14 @@ def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
                 "cast_model_type"
                 if settings.get("cast_model_type") is not None
                 else "patch_torch_functions",
-                "patched functions keep the model's weights in FP32, so the model's type "
-                'cannot be cast as well. Use opt_level="O2" to cast the model, or leave '
+                "patch_torch_functions=True keeps the model's weights in FP32, so the model's "
+                'type cannot be cast too. Use opt_level="O2" to cast the model, or leave '
                 "cast_model_type and patch_torch_functions to the opt level.",
             )
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if getattr(properties, name) is not None:
                 refuse(
                     name,
-                    "with patched functions all weights stay FP32, those of batch norm too, and "
-                    'are their own masters. Leave it out, or use opt_level="O2".',
+                    "with patch_torch_functions=True all weights stay FP32, those of batch norm "
+                    'too. Leave it out, or use opt_level="O2".',
                 )

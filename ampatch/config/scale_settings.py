@@ -80,7 +80,7 @@ def invertible(value: float) -> float:
     number = float(value)
     if not SMALLEST <= number <= LARGEST:
         raise ValueError(
-            f"loss_scale={value!r}: expected, for a static scale, a positive finite number from "
-            f"{SMALLEST:g} to {LARGEST:g}, which FP32 can invert."
+            f"loss_scale={value!r}: expected a number from {SMALLEST:g} to {LARGEST:g} for a "
+            "static scale, which FP32 can invert."
         )
     return number

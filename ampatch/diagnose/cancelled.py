@@ -1,12 +1,11 @@
 """Gradients of biases that are zero but for rounding errors.
 
 The bias of an attention's keys adds the same number to all scores of a row, and the softmax cancels
-it; a batch norm cancels the bias before it.  Their computed gradients are rounding errors, far
-below what a loss scale is for.  The values show it, whatever the module.  A row of a product's
-weight has the gradient sum(g * x) over the tokens, its bias sum(g), which for inputs near 1 is of
-the same size.  Where these g cancel, the bias has a rounding error, about eps of the weight's
-gradient.  In 40 steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and
-4 in FP32.
+it; a batch norm cancels the bias before it.  Their computed gradients are rounding errors, which no
+loss scale has to save.  They are recognized by their values, in any module: a row of a weight has
+the gradient sum(g * x) over the tokens, and its bias sum(g), of the same size for inputs near 1.
+If the g cancel, the gradient of the bias is a rounding error, about eps times the weight's.  In 40
+steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and 4 in FP32.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 
 _LEAST = 2.0**-16
-"""A bias's gradient below this share of its weight's is noise, even if all are as small."""
+"""The gradient of a bias below this share of its weight's is noise."""
 _OF_THREE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _RUN = 4  # neighbours that must be small; a single element is small by chance
 
 
 def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tensor | None:
-    """Which elements of a bias's gradient are noise; None: none of them, or it is no bias.
+    """A mask of the elements of a bias's gradient that are noise; None: none, or no bias.
 
     `half` is the dtype in which the gradients may have been computed.
     """
@@ -31,7 +30,7 @@ def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tens
     if rows is None or bias.dim() != 1 or bias.shape != rows.shape:
         return None
     ratio = bias.float().abs() / rows
-    usual = ratio.nanquantile(0.75)  # less than all of them are noise
+    usual = ratio.nanquantile(0.75)  # not all of them are noise
     small = ratio <= (4 * torch.finfo(half).eps * usual).clamp(min=_LEAST)
     runs = small.unfold(0, min(_RUN, len(small)), 1).all(1)
     noise = torch.zeros_like(small)

@@ -19,9 +19,9 @@ from .tensors import ByStorage, tensors_in
 
 @dataclasses.dataclass
 class Calls:
-    """One function: `casts` are tensors cast, `cached` those whose half copy existed.
+    """One function: `casts` counts tensors that were cast, `cached` those with a half copy.
 
-    `bytes` are written by the casts.  `to` counts the tensors by the dtype that they got.
+    `bytes` were written by the casts.  `to` counts the tensors by the dtype of the result.
     """
 
     calls: int = 0
@@ -33,7 +33,7 @@ class Calls:
 
 @dataclasses.dataclass
 class Batches:
-    """Weights that were cast together with others, each batch in one node of the graph."""
+    """Weights that were cast together, each batch in one node of the graph."""
 
     batches: int = 0
     weights: int = 0
@@ -42,7 +42,7 @@ class Batches:
 
 @dataclasses.dataclass
 class Bounce:
-    """Casts from half to FP32 for one function, and of its result to half for the next."""
+    """Casts to FP32 for one function whose result is cast back to half for the next one."""
 
     times: int = 0
     bytes: int = 0
@@ -51,7 +51,7 @@ class Bounce:
 @dataclasses.dataclass
 class _Running:
     name: str
-    went_up: bool = False
+    casts_to_fp32: bool = False
 
 
 class _Thread(threading.local):
@@ -69,7 +69,7 @@ class CastWatch:
         self.bounces: dict[tuple[str, str], Bounce] = {}
         self.used: set[torch.dtype] = set()  # half dtypes
         self._thread = _Thread()
-        self._floated: ByStorage[str] = ByStorage()
+        self._results_in_fp32: ByStorage[str] = ByStorage()
 
     def start(self) -> None:
         """Count from now on."""
@@ -89,10 +89,10 @@ class CastWatch:
     def call_ends(self, function: Callable, result: Any) -> None:
         ended = self._thread.running.pop()
         self._thread.new_weight_copies.clear()
-        if ended.went_up:
+        if ended.casts_to_fp32:
             for tensor in tensors_in(result):
                 if tensor.dtype is torch.float32:
-                    self._floated.set(tensor, ended.name)
+                    self._results_in_fp32.set(tensor, ended.name)
 
     def was_cast(self, function: Callable, before: Tensor, after: Tensor) -> None:
         name, dtype = name_of(function), after.dtype
@@ -106,10 +106,10 @@ class CastWatch:
             calls.casts += 1
             calls.bytes += size
         if dtype is torch.float32:
-            self._thread.running[-1].went_up = True
+            self._thread.running[-1].casts_to_fp32 = True
             return
         self.used.add(dtype)
-        source = self._floated.get(before)
+        source = self._results_in_fp32.get(before)
         if source is not None:
             bounce = self.bounces.setdefault((source, name), Bounce())
             bounce.times += 1

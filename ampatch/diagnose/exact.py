@@ -1,7 +1,7 @@
-"""The size of an operator's result in float64: tells an overflow from a result that is no number.
+"""The size of an operator's result in float64: separates overflows from results that are NaN.
 
-An overflow of float16 is finite in float64, and a smaller loss scale makes it smaller.  A division
-by zero or the square root of a negative number is finite in no dtype.
+An overflow of float16 is finite in float64, and a smaller loss scale cures it.  A division by zero
+or the square root of a negative number is finite in no dtype.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _WIDER = {
 def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
     """The largest absolute value of `func(*args, **kwargs)`, computed in float64.
 
-    inf if float64 has no finite number either.  None where it cannot be computed again: the
-    operator writes into its arguments, draws random numbers, is not one of torch's own or has
-    no float64.
+    inf if it is not finite in float64 either.  None if it cannot be computed again: the operator
+    writes into its arguments, draws random numbers, is not torch's own or has no float64.
     """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -40,7 +39,7 @@ def largest_exact(func: Any, args: tuple, kwargs: dict) -> float | None:
 
 
 def _widened(value: Any) -> Any:
-    """The same arguments with float64 for every narrower dtype, and complex128."""
+    """The arguments in float64 or complex128."""
     if isinstance(value, Tensor):
         return value.to(_WIDER.get(value.dtype, value.dtype))
     if isinstance(value, torch.dtype):

@@ -131,7 +131,7 @@ class CastReport:
         parts = [
             _functions(self),
             _modules(self),
-            ["Where time could be won:", *tips] if tips else ["Nothing to speed up was found."],
+            ["Where time could be saved:", *tips] if tips else ["Nothing to speed up was found."],
             [f"Native part: {native.status().reason}"],
         ]
         return "\n\n".join("\n".join(part) for part in parts)
@@ -195,7 +195,7 @@ def _modules(report: CastReport) -> list[str]:
          ", ".join(_names(use.takes)) or "-", ", ".join(_names(use.gives)) or "-")
         for name, use in sorted(report.modules.items())
     ]  # fmt: skip
-    return _table([("module", "class", "calls", "takes", "gives"), *rows], left=(0, 1, 3, 4))
+    return _table([("module", "class", "calls", "inputs", "outputs"), *rows], left=(0, 1, 3, 4))
 
 
 def _names(dtypes: set[torch.dtype]) -> list[str]:

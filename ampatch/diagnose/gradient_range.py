@@ -95,7 +95,7 @@ class GradientRange:
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Gradients of a skipped step have overflowed; they are not counted."""
-        if skipped is True and self._mine(optimizer):
+        if skipped is True and self._watched_params(optimizer):
             self.skipped += 1
 
     def on_deactivate(self) -> None:
@@ -112,27 +112,27 @@ class GradientRange:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
-        weights = self._mine(optimizer)
+        weights = self._watched_params(optimizer)
         self._hooked.update(name for name, weight in weights if any(hooks_of(weight)))
         grads = [(name, weight.grad) for name, weight in weights]
-        mine = [(name, grad) for name, grad in grads if grad is not None]
-        if not mine:
+        counted = [(name, grad) for name, grad in grads if grad is not None]
+        if not counted:
             return
         session = session_of(optimizer)
         self._scale = scale = 1.0 if session is None else session.scalers[0].get()
         self.steps += 1
         half = torch.float16 if session is None else session.properties.dtype
-        by_name = dict(mine)
-        for name, grad in mine:
+        by_name = dict(counted)
+        for name, grad in counted:
             noise = cancelled(name, by_name, half)
             if noise is not None:
                 self._left_out.add(name)
                 grad = grad[~noise]
             self._counts.setdefault(name, Counts()).add(values(grad), scale)
-        if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in mine):
+        if _in_float16(session) or any(grad.dtype is torch.float16 for _, grad in counted):
             self._floor = max(self._floor or 0.0, 2.0**SMALLEST / scale)
 
-    def _mine(self, optimizer: Any) -> list[tuple[str, Tensor]]:
+    def _watched_params(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         """The parameters of the watched models in an optimizer, by name."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         named = [(self._models.name_of(weight), weight) for weight in weights]

@@ -39,7 +39,7 @@ class GradientReport:
 
     def worst(self) -> list[tuple[str, float]]:
         """The parameters that lose most at scale 1, with the shares that they lose."""
-        shares = [(name, found.share("flushed")) for name, found in self.by_parameter.items()]
+        shares = ((name, own.share("flushed")) for name, own in self.by_parameter.items())
         lossy = [pair for pair in shares if pair[1] > 0]
         return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
 

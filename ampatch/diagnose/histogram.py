@@ -67,7 +67,7 @@ class Counts:
 
 
 def _in_float16(sizes: Tensor) -> list[Tensor]:
-    """How many of these, none of them zero, float16 flushes, makes subnormal, makes inf."""
+    """How many of these nonzero numbers float16 flushes, makes subnormal, makes inf."""
     half = sizes.half()
     is_zero = half == 0
     return [is_zero.sum(), ((half < 2.0**SMALLEST_NORMAL) & ~is_zero).sum(), half.isinf().sum()]

@@ -38,9 +38,8 @@ class Models:
 
     `Sequential.0` and `Sequential#2.0` belong to two models.  `overrides` accept such names.
 
-    `adopted(parameter)` is called for each parameter that is found,
-    `entered(module, args)` and `left(module, args, output)` around each forward;
-    after a forward that an exception ended the output is None.
+    `adopted(parameter)` is called for each new parameter, `entered(module, args)` and
+    `left(module, args, output)` around each forward; if an exception ended it, the output is None.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Models:
         return self._parameters.get(weight)
 
     def module_of(self, parameter: str) -> nn.Module | None:
-        """The module that a parameter of this name sits in."""
+        """The module that has the parameter of this name."""
         path = parameter.rpartition(".")[0]
         return next((module for module, name in self.names.items() if name == path), None)
 
@@ -102,7 +101,7 @@ class Models:
             self._entered(module, args)
 
     def _title(self, model: nn.Module) -> str:
-        """The model's class, with a number from the second model with weights on."""
+        """The model's class, with a number for the second and later models with weights."""
         title = type(model).__name__
         if next(model.parameters(), None) is not None:
             self._models[title] += 1

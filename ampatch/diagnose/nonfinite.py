@@ -1,9 +1,8 @@
-"""The first non-finite value of a training, and where it came from: `ampatch.debug`.
+"""The first non-finite value of a training, and its origin: `ampatch.debug`.
 
-It checks the outputs of modules, the loss, the gradients of parameters and, after a
-step, the weights.  If one is not finite, the report names the operator that made it.
-For that every operator's output is checked and the device is waited for, which is
-much too slow for training.
+It checks the outputs of modules, the loss, the gradients of parameters and, after a step, the
+weights.  If one is not finite, the report names the operator that made it.  For that the output of
+every operator is checked, which waits for the device: too slow for normal training.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ class Debugger:
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
-        self._models = Models(model, adopted=self._hook_parameter, left=self._look)
+        self._models = Models(model, adopted=self._hook_parameter, left=self._check_output)
         self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._stepped),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self._stop = ampatch.observe(self)
         self._operators = Operators(self._now)
@@ -125,7 +124,7 @@ class Debugger:
         return self._models.running
 
     def _now(self) -> tuple[str, nn.Module | None]:
-        """Phase and module that run now, outside of backward; asked by `Operators`."""
+        """The current phase and module outside of backward, for `Operators`."""
         running = self._models.running
         if running:
             return "forward", running[-1]
@@ -152,7 +151,7 @@ class Debugger:
             self._count(optimizer)
 
     def _is_explained(self) -> bool:
-        """Whether there is a report of this step, with several optimizers also of the last one."""
+        """Whether this step has a report or, with several optimizers, the step before."""
         since = self.step - (len(self._steps) > 1)
         return self.report is not None or any(
             report.step >= since for report in self.passed_over[-1:]
@@ -166,14 +165,14 @@ class Debugger:
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = True
 
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for weight in weights if self.report is None else ():
             name = self._models.name_of(weight)
             where, advice = f"weight {name}", lost_eps(optimizer) or ""
             if name is not None and self._check(where, [weight], phase="step", advice=advice):
-                if self.report is not None:  # the check has just made it
+                if self.report is not None:  # set by `_check`
                     self.report.parameters.append(name)
                 break
         self._count(optimizer)
@@ -183,15 +182,15 @@ class Debugger:
 
     # Forward and backward
 
-    def _look(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _check_output(self, module: nn.Module, args: tuple, output: Any) -> None:
         name = self._models.names[module] or "the model"
         self._check(f"output of {name}", tensors_in(output), module, tensors_in(args))
 
     def _hook_parameter(self, parameter: Tensor) -> None:
         if parameter.requires_grad:
-            self._handles += _hooks(parameter, self._look_at_gradient)
+            self._handles += _hooks(parameter, self._check_gradient)
 
-    def _look_at_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _check_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         if is_finite(gradient):
             return
         name = self._models.name_of(parameter)
@@ -268,23 +267,23 @@ class Debugger:
 def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterator[Any]:
     """Handles of hooks that call `look(parameter, gradient)`.
 
-    The gradient is checked as it comes and again in `.grad`: later hooks of the script may replace
-    it in between.
+    The gradient is checked when it is computed and again in `.grad`, because later hooks of the
+    script may replace it.
     """
-    of = weakref.ref(parameter)
+    reference = weakref.ref(parameter)
 
-    def comes(gradient: Tensor) -> None:
-        known = of()
+    def on_gradient(gradient: Tensor) -> None:
+        known = reference()
         if known is not None:
             look(known, gradient)
 
-    def stays(known: Tensor) -> None:
+    def on_accumulated(known: Tensor) -> None:
         if known.grad is not None:
             look(known, known.grad)
 
-    yield parameter.register_hook(comes)
+    yield parameter.register_hook(on_gradient)
     if parameter.is_leaf:
-        yield parameter.register_post_accumulate_grad_hook(stays)
+        yield parameter.register_post_accumulate_grad_hook(on_accumulated)
 
 
 def _unseen(

@@ -1,9 +1,9 @@
 """Which operator made a non-finite number: the outputs of every operator are checked.
 
 A non-finite output is traced to its origin, the first operator whose inputs were finite.  Values
-that are only passed on keep their origin, through views, casts and from the forward into the
-backward pass.  An inf that the code itself writes, as the -inf of a mask, is marked as such: it is
-reported only if an operator makes a NaN of it.
+keep their origin through views, casts and other operators, also from the forward into the backward
+pass.  An inf that the code writes itself, such as the -inf of a mask, is marked: it is reported
+only if an operator makes a NaN of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 )
-OVERWRITING = ("copy_", COPY)  # the old values of their first argument do not count
+OVERWRITING = ("copy_", COPY)  # they do not read their first argument
 MOST_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -49,8 +49,8 @@ class Where(NamedTuple):
 class Origin:
     """The operator that made the first non-finite numbers of a tensor or of its ancestors.
 
-    `exact` is the largest number of its result in float64, inf where that is not finite either;
-    None outside of the backward pass and where it could not be computed.
+    `exact` is the largest number of its result in float64, inf if that is not finite either; None
+    outside of the backward pass or if it could not be computed.
     """
 
     operator: str
@@ -65,17 +65,17 @@ class Origin:
     exact: float | None = None
 
     def at_scale_1(self, scaler: Any) -> float | None:
-        """The largest number of the operator's result at loss scale 1; None where it is unknown.
+        """The largest number of the operator's result at loss scale 1; None if unknown.
 
-        Gradients are proportional to the scale.  `scaler` is that of the running `scale_loss`
-        block, None outside of one; its scale waits for the device.
+        Gradients are proportional to the scale.  `scaler` is that of the open `scale_loss` block,
+        None outside of a block.  Reading its scale waits for the device.
         """
         return None if scaler is None or self.exact is None else self.exact / scaler.get()
 
     def is_absorbed(self, scaler: Any) -> bool:
-        """Whether the result is finite at a smaller scale, of 1 or more and its own floor.
+        """Whether the result is finite at the smallest scale, 1 or the scaler's own minimum.
 
-        True also where that could not be computed: then the report comes at scale 1.
+        True also if that could not be computed: then the report comes at that scale.
         """
         if self.phase != "backward" or scaler is None or not scaler.is_dynamic:
             return False
@@ -88,13 +88,13 @@ class Origin:
 class Operators(dispatch_modes.TorchDispatchMode):
     """Looks at each operator of this thread, from `enter` to `leave`.
 
-    `ask` gives the phase outside of backward ("forward" or "step") and the module
+    `current` gives the phase outside of backward ("forward" or "step") and the module
     that runs, or None.
     """
 
-    def __init__(self, ask: Callable[[], tuple[str, nn.Module | None]]) -> None:
+    def __init__(self, current: Callable[[], tuple[str, nn.Module | None]]) -> None:
         super().__init__()
-        self._ask = ask
+        self._current = current
         self._is_on = False
         self._origins: ByStorage[Origin] = ByStorage()
         self._where_by_node: dict[int, Where] = {}  # keys: sequence numbers of the graph's nodes
@@ -105,14 +105,14 @@ class Operators(dispatch_modes.TorchDispatchMode):
         self.__enter__()
 
     def leave(self) -> None:
-        """Stop looking, also from below modes that were entered later."""
+        """Stop checking, also below modes that were entered later."""
         self._is_on = False
         self._where_by_node.clear()  # they hold modules
         self._origins = ByStorage()
-        dispatch_modes.take_out(self)  # in another thread it passes all through from now on
+        dispatch_modes.take_out(self)  # in another thread the mode stays and does nothing
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where the non-finite numbers in a tensor come from, if an operator was seen."""
+        """The origin of the non-finite numbers in a tensor; None if no operator was seen."""
         return self._origins.get(tensor)
 
     def __torch_dispatch__(
@@ -121,20 +121,20 @@ class Operators(dispatch_modes.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_on:
             return func(*args, **kwargs)
-        phase, where = self._here()
+        phase, where = self._phase_and_place()
         mutates = custom_ops.is_mutable(func)
         inputs = list(_read(func, args, kwargs))
-        before = self._look(inputs) if mutates else None
+        before = self._inspect(inputs) if mutates else None
         result = func(*args, **kwargs)
         outputs = list(_tensors((result, args, kwargs) if mutates else result))
         for output in outputs:
             if not is_finite(output):
-                before = before or self._look(inputs)
+                before = before or self._inspect(inputs)
                 self._trace(func, phase, where, output, before, (args, kwargs))
         return result
 
-    def _here(self) -> tuple[str, Where]:
-        phase, module = self._ask()
+    def _phase_and_place(self) -> tuple[str, Where]:
+        phase, module = self._current()
         is_backward, number = dispatch_modes.running_backward_node()
         if is_backward and module is None:
             return "backward", self._where_by_node.get(number, Where(None, None, 0))
@@ -145,7 +145,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
             del self._where_by_node[next(iter(self._where_by_node))]
         return phase, where
 
-    def _look(self, inputs: list[Tensor]) -> _Inputs:
+    def _inspect(self, inputs: list[Tensor]) -> _Inputs:
         bad = [tensor for tensor in inputs if not is_finite(tensor)]
         origins = [self._origins.get(tensor) for tensor in bad]
         return _Inputs(
@@ -187,7 +187,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
 
 @dataclasses.dataclass
 class _Inputs:
-    """The state of an operator's inputs; `from_outside` are those without a known origin."""
+    """An operator's inputs before it ran; `from_outside`: those without a known origin."""
 
     largest: float | None
     has_nan: bool
@@ -197,7 +197,7 @@ class _Inputs:
 
 
 def _exact(func: Any, call: tuple[tuple, dict], before: _Inputs) -> float | None:
-    if not before.is_finite:  # the code's own inf, or one from operators that are not seen
+    if not before.is_finite:  # an inf of the code, or of operators that are not seen
         return math.inf if before.origins else None
     if custom_ops.base_name(func) in OVERWRITING:
         return before.largest
@@ -210,7 +210,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def largest(tensors: list[Tensor]) -> float | None:
-    """The largest absolute finite number in all of them, None where there is none."""
+    """The largest absolute finite number in all of them; None if there is none."""
     maxima = []
     for tensor in tensors:
         numbers = values(tensor.detach())

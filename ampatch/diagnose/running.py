@@ -34,7 +34,7 @@ class AfterSteps:
         self._stop()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A step of a managed optimizer; torch's hook is silent about a skipped one."""
+        """A step of a managed optimizer; torch calls no hook for a skipped step."""
         self._call(optimizer)
 
     def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -59,7 +59,7 @@ class EndAtFinding:
 
     def _before_forward(self, module: nn.Module, args: tuple) -> None:
         is_outermost = len(self._debugger.running) <= 1
-        if is_outermost and current_backward_pass() == -1:  # not computed again in a backward
+        if is_outermost and current_backward_pass() == -1:  # no recompute in a backward pass
             self._end()
 
     def _end(self, optimizer: Any = None) -> None:

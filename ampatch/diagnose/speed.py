@@ -1,10 +1,10 @@
-"""The speed of the half dtypes here: rounds of short timings, and a verdict for each operation.
+"""The speed of the half dtypes on this machine, with a verdict for each operation.
 
-Each round times FP32, the half dtypes and FP32 again, one right after the other.  Other processes
-make calls longer, never shorter, and seldom in all rounds: so the time of a dtype is that of its
-shortest call, and a speed is the ratio of two such times.  Rounds go on until FP32 agrees with
-itself, or `LONGEST` seconds are over.  The spread comes from the speeds of each third of the
-rounds.  A CPU is measured on one thread: with more, waits of threads on busy cores would be timed.
+Each round times FP32, the half dtypes and FP32 again, directly after each other.  Other processes
+make calls longer, never shorter, and seldom in all rounds.  So the time of a dtype is that of its
+shortest call, and a speed is the ratio of two such times.  Rounds continue until FP32 agrees with
+itself, or for `MAX_SECONDS`.  The range comes from the speeds of each third of the rounds.  A CPU
+is measured on one thread, because several threads wait for each other on busy cores.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ampatch.torch_private.devices import device_types, is_owned_by_host
 from .tensors import dtype_name
 
 ROUNDS = 12  # at least so many
-LONGEST = 1.0  # seconds for the rounds of an operation
-AGREES = 0.03  # FP32 with itself, in each third of the rounds
+MAX_SECONDS = 1.0  # seconds for the rounds of an operation
+AGREEMENT = 0.03  # the difference of FP32 from itself, in each third of the rounds
 MARGIN = 0.1  # a difference below 10 % is a tie
-CLEARLY_SLOW = 5  # times FP32's time: a dtype is left out of the rounds after the first three
-SMALLEST = 0.1  # speeds below are shown as such
+CLEARLY_SLOW = 5  # times FP32's time: such a dtype has only three rounds
+SMALLEST_SHOWN = 0.1  # lower speeds are shown as "under 0.1x"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
 _CALLS = 3  # in a round, for each dtype
@@ -64,8 +64,8 @@ class Speed:
 
     def figure(self) -> str:
         """The ratio and its range; below a tenth no more than that."""
-        if self.high < SMALLEST:
-            return f"under {SMALLEST:g}x"
+        if self.high < SMALLEST_SHOWN:
+            return f"under {SMALLEST_SHOWN:g}x"
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class Speed:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfTypes:
+class HalfSpeeds:
     """The half dtypes on a device, by their names.
 
-    `fast` are worth a try: faster than FP32 in some operation, and slower in none.  `lowest` and
-    `highest` have for each dtype its speed relative to FP32 in its slowest and fastest operation.
+    `fast` are faster than FP32 in some operation and slower in none.  `lowest` and `highest` have
+    for each dtype its speed relative to FP32 in its slowest and fastest operation.
     """
 
     fast: Sequence[str]
@@ -87,7 +87,7 @@ class HalfTypes:
     highest: dict[str, float]
 
 
-def half_dtypes(device: str | None = None) -> HalfTypes:
+def half_speeds(device: str | None = None) -> HalfSpeeds:
     """Measure the half dtypes on a device; takes a few seconds.
 
     `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
@@ -95,7 +95,7 @@ def half_dtypes(device: str | None = None) -> HalfTypes:
     speeds = measure(device or device_types()[-1])
     ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_DTYPES}
     lowest, highest = ({n: choose(values) for n, values in ratios.items()} for choose in (min, max))
-    return HalfTypes(fast(speeds), lowest, highest)
+    return HalfSpeeds(fast(speeds), lowest, highest)
 
 
 def fast(speeds: list[Speed]) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) 
     times = _Times({dtype: [] for dtype in runs}, [])
     for run in runs.values():
         _shortest(run, device, 1)  # the first call sets things up
-    end = time.perf_counter() + LONGEST
+    end = time.perf_counter() + MAX_SECONDS
     while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
@@ -156,7 +156,7 @@ class _Times:
     def agree(self) -> bool:
         """Whether FP32 is as fast as itself in each third of the rounds."""
         _, low, high = self.ratios(torch.float32)
-        return 1 - AGREES < low and high < 1 + AGREES
+        return 1 - AGREEMENT < low and high < 1 + AGREEMENT
 
     def is_clearly_slow(self, dtype: torch.dtype) -> bool:
         return min(self.of[dtype]) > CLEARLY_SLOW * min(self.of[torch.float32])
@@ -169,7 +169,7 @@ class _Times:
 
 
 def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of each operation by its name; the backward can be slower."""
+    """A function for each operation by name, that runs its forward and backward."""
 
     def leaf(*shape: int) -> Any:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()

@@ -33,8 +33,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 class ByStorage(Generic[T]):
     """One value for each storage, for as long as the storage exists.
 
-    The graph saves tensors as new objects and modules return views, so entries by tensor would be
-    lost.  A weak reference prevents that another storage gets the same address.
+    Not by tensor: the graph saves tensors as new objects, and modules return views.  A weak
+    reference shows whether another storage has the address now.
     """
 
     def __init__(self) -> None:

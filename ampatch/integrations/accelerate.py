@@ -37,7 +37,7 @@ import ampatch
 from ..session.facade import session_of
 from ..torch_private.modules import compiled_from
 from ..types import HalfName, OptLevel
-from .managed import Managed, checked
+from .managed import IntegrationSession, checked
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
@@ -97,7 +97,7 @@ class AmpatchAccelerator(Accelerator):
                 "weights and gradients itself. Launch for one device or for several with "
                 "DistributedDataParallel, or use accelerate's Accelerator(mixed_precision=...)."
             )
-        self._run = Managed(settings)
+        self._ampatch = IntegrationSession(settings)
         end_gloo_at_exit()
         self.register_save_state_pre_hook(self._save_scales)
         self.register_load_state_pre_hook(self._load_scales)
@@ -106,12 +106,12 @@ class AmpatchAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's; models that come together share a session with those before them."""
-        self._run.open(*(_innermost(model) for model in args if isinstance(model, nn.Module)))
+        self._ampatch.open(*(_innermost(model) for model in args if isinstance(model, nn.Module)))
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """As accelerate's; the model is put under the opt level before it is wrapped."""
-        self._run.open(_innermost(model))
+        self._ampatch.open(_innermost(model))
         prepared = super().prepare_model(model, *args, **kwargs)
         self._add_optimizers()
         return prepared
@@ -130,12 +130,12 @@ class AmpatchAccelerator(Accelerator):
 
     def _add_optimizers(self) -> None:
         """Manage the optimizers whose models are managed."""
-        session = self._run.session
+        session = self._ampatch.session
         models = [] if session is None else [managed.model for managed in session.models]
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        self._run.add(
+        self._ampatch.add(
             optimizer
-            for optimizer in map(bare, self._optimizers)
+            for optimizer in map(unwrapped, self._optimizers)
             if session_of(optimizer) is not session and not known.isdisjoint(_ids(optimizer))
         )
 
@@ -143,7 +143,7 @@ class AmpatchAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As accelerate's."""
-        with self._run.scaled(loss) as scaled_loss:
+        with self._ampatch.scaled(loss) as scaled_loss:
             super().backward(scaled_loss, **kwargs)
 
     @contextmanager
@@ -159,11 +159,11 @@ class AmpatchAccelerator(Accelerator):
     # Checkpoints
 
     def _save_scales(self, models: list[nn.Module], weights: list[dict], folder: str) -> None:
-        if self._run.session is not None:
-            self.save(self._run.scales, Path(folder, _SCALE_FILE))
+        if self._ampatch.session is not None:
+            self.save(self._ampatch.scales, Path(folder, _SCALE_FILE))
 
     def _load_scales(self, models: list[nn.Module], folder: str) -> None:
-        self._run.restore(str(folder), _SCALE_FILE, SCALER_NAME)
+        self._ampatch.restore(str(folder), _SCALE_FILE, SCALER_NAME)
 
 
 class SkippingOptimizer(AcceleratedOptimizer):
@@ -189,7 +189,7 @@ def _innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def bare(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside the wrappers of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer

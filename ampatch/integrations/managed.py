@@ -47,7 +47,7 @@ def checked(owner: str, arguments: dict[str, Any], others: Collection[str] = ())
     return settings
 
 
-class Managed:
+class IntegrationSession:
     """One session: opened with the first model, joined by others and by optimizers."""
 
     def __init__(self, settings: dict[str, Any]) -> None:

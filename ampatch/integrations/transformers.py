@@ -35,14 +35,14 @@ from transformers import Trainer
 
 from ..errors import AmpatchError
 from ..session.facade import session_of
-from .accelerate import SkippingOptimizer, bare
-from .managed import SETTINGS, Managed, checked
+from .accelerate import SkippingOptimizer, unwrapped
+from .managed import SETTINGS, IntegrationSession, checked
 from .process_end import end_gloo_at_exit
 
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # Trainer's, with fp16=True
 
-_SEAMS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
+_EXTENDED = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))
 
 
@@ -84,10 +84,10 @@ class AmpatchTrainerMixin:
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _check_seams()
+        _check_version()
         own = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
         own = {"opt_level": "O1", "cast_model_outputs": torch.float32, **own}
-        self._ampatch = Managed(checked(type(self).__name__, own))
+        self._ampatch = IntegrationSession(checked(type(self).__name__, own))
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -102,7 +102,7 @@ class AmpatchTrainerMixin:
             backward(scaled_loss, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        session, optimizer = self._ampatch.session, bare(self.optimizer)
+        session, optimizer = self._ampatch.session, unwrapped(self.optimizer)
         if training and (session is None or session_of(optimizer) is not session):
             model = self.model_wrapped = self.model  # without the DDP of an earlier session
             self._ampatch.open(self.model)
@@ -123,8 +123,8 @@ class AmpatchTrainerMixin:
             self._ampatch.restore(checkpoint, SCALE_FILE, GRAD_SCALER_FILE)
 
 
-def _check_seams() -> None:
-    missing = [name for name in _SEAMS if not hasattr(Trainer, name)]
+def _check_version() -> None:
+    missing = [name for name in _EXTENDED if not hasattr(Trainer, name)]
     if missing:
         raise AmpatchError(
             f"AmpatchTrainerMixin: the Trainer of transformers {transformers.__version__} has no "

@@ -18,25 +18,25 @@ from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.patches import Replacement
-from ..torch_private.probes import leads_to_compiled
+from ..torch_private.probes import has_compiled_backward
 
 
 def replacements(
-    record_request: Callable[[list[Tensor]], bool],
+    record_wanted_grads: Callable[[list[Tensor]], bool],
     pass_begins: Callable[[Any], Callable[[], None] | None],
 ) -> list[Replacement]:
     """The replacements.
 
-    `record_request(tensors)`: a pass asks for gradients of these; returns whether existing graphs
-    may cast them in one node with other weights.  Then the pass retains the graph: under
+    `record_wanted_grads(tensors)`: a pass asks for gradients of these; returns whether existing
+    graphs may cast them in one node with other weights.  Then the pass retains the graph: under
     torch.autocast it would not free the buffers of the others.
     `pass_begins(tensors)`: a pass from these begins that adds to gradients; returns a function to
     call at its end, or None.
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        if record_request([t for t in map(_leaf, _items(inputs)) if isinstance(t, Tensor)]):
-            return not any(map(leads_to_compiled, map(_node, _items(outputs)))) or retain_graph
+        if record_wanted_grads([t for t in map(_leaf, _items(inputs)) if isinstance(t, Tensor)]):
+            return not any(map(has_compiled_backward, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
 
     def of_grad(original: Callable) -> Callable:

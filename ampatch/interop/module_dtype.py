@@ -91,8 +91,8 @@ def _refuse_other_tensor(
     is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
     if is_plain and not keeps_parameter(own, changed):
         raise AmpatchError(
-            f"{type(module).__name__} is to go from {tensor.device} to {changed.device}, where "
-            f"torch makes new parameters, and the optimizers of {type(model).__name__} would keep "
+            f"{type(module).__name__} cannot move from {tensor.device} to {changed.device}: torch "
+            f"makes new parameters there, and the optimizers of {type(model).__name__} would keep "
             "the old ones. Nothing was changed. Move the model before ampatch.initialize."
         )
 
@@ -101,10 +101,10 @@ def _refuse(
     module: nn.Module, title: str, dtype: torch.dtype, to: torch.dtype, model: nn.Module | None
 ) -> NoReturn:
     raise AmpatchError(
-        f"{type(module).__name__} is to be converted to {to}, and its {title} is managed by "
-        f"ampatch, in {type(model).__name__}, as {dtype}: neither forwards nor optimizers would "
-        "follow. Nothing was changed. For a model to export or evaluate in another dtype take a "
-        "plain copy, such as ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To "
-        "train in other dtypes choose them by ampatch.initialize(model, optimizer, "
-        'opt_level=..., dtype=..., overrides={"path.*": "float"}).'
+        f"{type(module).__name__} cannot be converted to {to}: ampatch manages its {title} as "
+        f"{dtype}, in {type(model).__name__}, and neither forwards nor optimizers would follow. "
+        "Nothing was changed. To export or evaluate in another dtype take a plain copy, such as "
+        "ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To train in another "
+        "dtype call ampatch.initialize(model, optimizer, opt_level=..., dtype=..., "
+        'overrides={"path.*": "float"}).'
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..casting.patches import Replacement
 from ..config.opt_levels import HALF_DTYPES
-from ..models.half_copy_swaps import parameter_behind
+from ..models.half_copy_swaps import parameter_of_copy
 
 
 def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
@@ -51,7 +51,7 @@ def copies() -> list[Replacement]:
     def deepcopy(original: Callable) -> Callable:
         @functools.wraps(original)
         def __deepcopy__(self: Tensor, memo: dict) -> Any:
-            parameter = parameter_behind(self)
+            parameter = parameter_of_copy(self)
             return original(self, memo) if parameter is None else copy.deepcopy(parameter, memo)
 
         return __deepcopy__
@@ -59,7 +59,7 @@ def copies() -> list[Replacement]:
     def reduce(original: Callable) -> Callable:
         @functools.wraps(original)
         def __reduce_ex__(self: Tensor, protocol: Any) -> Any:
-            parameter = parameter_behind(self)
+            parameter = parameter_of_copy(self)
             if parameter is None:
                 return original(self, protocol)
             return parameter.__reduce_ex__(protocol)
@@ -121,6 +121,6 @@ def _parameter_at(parameters: dict[str, Any], name: str) -> Tensor | None:
     """The parameter of a slot, even if a forward begins or ends in another thread meanwhile."""
     while True:
         entry = parameters.get(name)
-        parameter = None if entry is None else parameter_behind(entry)
+        parameter = None if entry is None else parameter_of_copy(entry)
         if parameter is not None or parameters.get(name) is entry:
             return entry if parameter is None else parameter

@@ -5,7 +5,7 @@
 
 import sys
 
-if PACKAGE_ROOT not in sys.path:  # noqa: F821  (given by the code that runs this)
+if PACKAGE_ROOT not in sys.path:  # noqa: F821  (`children.py` passes it)
     sys.path.append(PACKAGE_ROOT)  # noqa: F821
 
 from ampatch.launch.children import start_child

@@ -1,7 +1,7 @@
-"""Launchers, such as torchrun, that are given as the script.
+"""Launchers, such as torchrun, that are passed as the script.
 
-A launcher trains nothing itself: it starts other processes, in which there is no ampatch.  So it
-has to come first, and start ampatch in each process.
+A launcher trains nothing itself: it starts other processes without ampatch.  So it has to come
+first, and start ampatch in each process.
 """
 
 from __future__ import annotations

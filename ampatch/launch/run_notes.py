@@ -1,7 +1,7 @@
 """Lines that commands print about the script that they run.
 
 At `initialize`: the script's arguments that options of the command replace.  At the end: that the
-script never called `initialize`, so that nothing was in mixed precision.
+script never called `initialize`, so that nothing was in mixed precision, or never stepped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunNotes:
         self._program = program
         self._options = options
         self._is_auto = is_auto
-        self._is_initialized = False
+        self._is_initialized = self._has_optimizer = self._has_stepped = False
         self._has_children = False
         self._printed: set[str] = set()
         self._stop = ampatch.observe(self)
@@ -44,6 +44,11 @@ class RunNotes:
     def on_initialize(self, properties: Any) -> None:
         """The script called `initialize`."""
         self._is_initialized = True
+        self._has_optimizer |= any(session.optimizers for session in open_sessions())
+
+    def on_step(self, optimizer: Any, skipped: Any) -> None:
+        """A managed optimizer has stepped, or skipped a step."""
+        self._has_stepped = True
 
     def on_close(self, session: Any) -> None:
         """A session closes; `ampatch.init`, apex's oldest API, may have opened it."""
@@ -53,7 +58,7 @@ class RunNotes:
         """`initialize` takes these from the environment: the script's value, and the active one."""
         changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in replaced.items())
         self._print_once(
-            f"ampatch: active instead of the script's values: {changes.replace('torch.', '')}"
+            f"ampatch: replaced settings of the script: {changes.replace('torch.', '')}"
         )
 
     def child_started(self) -> None:
@@ -83,6 +88,15 @@ class RunNotes:
             f"{remedy}"
         )
         return bool(self._options)
+
+    def say_no_step(self) -> None:
+        """The script has ended without an error: say so if it should have trained and did not."""
+        should_train = self._has_optimizer or (self._is_auto and open_sessions())
+        if should_train and not (self._has_stepped or self._has_children):
+            self._print_once(
+                f"ampatch: {self._program}: no optimizer step was seen. If it should train, look "
+                "for errors that it catches."
+            )
 
     def _has_amp_of_torch(self) -> bool:
         """Whether the script, or a module beside it, names torch's autocast or GradScaler."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from .. import native
 from ..casting.half_copies import Buckets, half_copies
-from ..casting.special_ops import EMBEDDINGS, MANY
+from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.dtensors import local_of
-from ..torch_private.modules import flat_weights, list_weights, submodule_dict
+from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
 from ..torch_private.probes import is_recording
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
@@ -86,7 +86,7 @@ def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Loo
         if (
             embedding is not None
             and is_single
-            and (slot.parameter.numel() >= MANY or embedding.sparse)
+            and (slot.parameter.numel() >= LARGE_WEIGHT or embedding.sparse)
         ):
             lookups.append(Lookup(embedding, slot.name))
         else:
@@ -94,10 +94,11 @@ def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Loo
     return lookups, others
 
 
-class Tree:
-    """A module and its submodules: the slots that get half copies, their parameters in buckets.
+class WeightSlots:
+    """The slots that get half copies, in `root` and its submodules; their parameters in buckets.
 
-    Parameters in `excluded` (ids) are left out.
+    `model` is the managed model, which is `root` or contains it.  Parameters in `excluded` (ids)
+    are left out.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Tree:
         excluded: Collection[int],
     ) -> None:
         modules = list(root.modules())
-        self.modules = set(map(id, modules))
+        self.module_ids = set(map(id, modules))
         dicts = parameter_dicts(root, stays_float)
         # What `is_valid` compares: the entries of parameters and submodules, and their number.
         self._all_dicts = [*dicts, *filter(None, map(submodule_dict, modules))]
@@ -117,27 +118,27 @@ class Tree:
         self.lookups, slots = split_lookups(modules, float_slots(slots_of(dicts), excluded))
         self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
-        self.ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
+        self.weight_ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
         self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
-        self.blocks = self._take_blocks(by_id)
+        self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
-        self.parameters = [weight for block in self.blocks for weight in block]
+        self.parameters = [weight for weights in self.rnn_weights for weight in weights]
         self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._sources = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
 
-    def _take_blocks(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Take out of `by_id` the weights of RNNs that share one block of memory.
+    def _take_rnn_weights(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
+        """Take out of `by_id` the weights of each RNN whose weights share one block of memory.
 
         cuDNN wants them so, else it copies them, and warns, at every forward.
         """
-        blocks: list[list[Tensor]] = []
+        lists: list[list[Tensor]] = []
         for rnn in self._rnns:
             weights = flat_weights(rnn)
             if weights and all(id(weight) in by_id for weight in weights):
-                blocks.append([by_id.pop(id(weight)) for weight in weights])
-        return blocks
+                lists.append([by_id.pop(id(weight)) for weight in weights])
+        return lists
 
     def is_valid(self) -> bool:
         """Whether the modules have the parameters and submodules that they had at first."""
@@ -153,7 +154,7 @@ class Tree:
         put in a slot stays.
         """
         columns = self._dicts, self._names, self._sources
-        if not exchange(*columns, tensors, instead_of):
+        if not exchange_entries(*columns, tensors, instead_of):
             assert instead_of is not None
             present = zip(self.present(), self._sources, strict=True)
             self.put_each([tensors[i] if old is instead_of[i] else old for old, i in present])
@@ -162,7 +163,7 @@ class Tree:
 
     def _list_rnns(self) -> None:
         for rnn in self._rnns:
-            list_weights(rnn)
+            rebuild_flat_weights(rnn)
 
     def put_each(self, tensors: list[Any]) -> None:
         """Put tensors, one for each slot, in the slots that their modules still have."""
@@ -172,7 +173,7 @@ class Tree:
         self._list_rnns()
 
     def present(self) -> list[Any]:
-        """What is in the slots now."""
+        """What stands in the slots now."""
         return list(map(dict.get, self._dicts, self._names))
 
 
@@ -181,7 +182,7 @@ def _columns(slots: list[Slot]) -> tuple[list[dict], list[str], list[Tensor]]:
     return tuple(map(list, zip(*slots, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
-def exchange(
+def exchange_entries(
     dicts: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
 ) -> bool:
     """Set each entry `dicts[i][names[i]]` to `new[sources[i]]`.
@@ -209,49 +210,53 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
 
 if native.part is not None:
-    exchange = native.part.exchange_entries
+    exchange_entries = native.part.exchange_entries
 
 
-def copies_of(tree: Tree, dtype: torch.dtype, own_nodes: bool) -> list[Tensor]:
-    """Half copies of the parameters of a tree, in their order; see `half_copies`."""
+def make_half_copies(
+    weight_slots: WeightSlots, dtype: torch.dtype, own_nodes: bool
+) -> list[Tensor]:
+    """Half copies of `weight_slots.parameters`, in their order; see `half_copies`."""
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
-            return copies_of(tree, dtype, own_nodes)
+            return make_half_copies(weight_slots, dtype, own_nodes)
     if is_recording():
-        return [parameter.to(dtype) for parameter in tree.parameters]
+        return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
-    for block in tree.blocks:
-        copies += half_copies(block, dtype, in_one_block=True)
-    together = tree.buckets.to_cast()
+    for weights in weight_slots.rnn_weights:
+        copies += half_copies(weights, dtype, in_one_block=True)
+    together = weight_slots.buckets.to_cast()
     for weights in together:
         copies += half_copies(weights, dtype, own_nodes=own_nodes)
-    if len(copies) == len(tree.parameters) and len(together) == len(tree.buckets.all):
+    if len(copies) == len(weight_slots.parameters) and len(together) == len(
+        weight_slots.buckets.all
+    ):
         return copies
-    cast = [weight for weights in (*tree.blocks, *together) for weight in weights]
+    cast = [weight for weights in (*weight_slots.rnn_weights, *together) for weight in weights]
     copy_of = dict(zip(map(id, cast), copies, strict=True))
-    for weight in tree.parameters:
+    for weight in weight_slots.parameters:
         if id(weight) not in copy_of:
             [copy_of[id(weight)]] = half_copies([weight], dtype, own_nodes=True)
-    return [copy_of[id(weight)] for weight in tree.parameters]
+    return [copy_of[id(weight)] for weight in weight_slots.parameters]
 
 
 class HalfCopies:
-    """Half copies of the parameters of a tree, with the versions that they had at first.
+    """Half copies of `weight_slots.parameters`, with the versions that they had at first.
 
     If `.data` of a copy is read, its values are kept too: a write through it raises no version.
     """
 
-    def __init__(self, tree: Tree, dtype: torch.dtype, own_nodes: bool) -> None:
-        self.tree = tree
+    def __init__(self, weight_slots: WeightSlots, dtype: torch.dtype, own_nodes: bool) -> None:
+        self.weight_slots = weight_slots
         self.parameters: list[Tensor] = []  # one for each of `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
-        if tree.parameters:
-            self.copies = copies_of(tree, dtype, own_nodes)
-            self.parameters = list(tree.parameters)
-            share_attributes(self.copies, tree.attributes)
+        if weight_slots.parameters:
+            self.copies = make_half_copies(weight_slots, dtype, own_nodes)
+            self.parameters = list(weight_slots.parameters)
+            share_attributes(self.copies, weight_slots.attributes)
             self._versions = list(map(_version_of, self.copies))
 
     def _index_of(self, copy: Tensor) -> int | None:
@@ -259,8 +264,8 @@ class HalfCopies:
             self._indices = {id(copy): index for index, copy in enumerate(self.copies)}
         return self._indices.get(id(copy))
 
-    def behind(self, copy: Tensor) -> Tensor | None:
-        """The parameter of which `copy` is a half copy; None for other tensors."""
+    def parameter_of(self, copy: Tensor) -> Tensor | None:
+        """The parameter that was cast to `copy`; None for other tensors."""
         index = self._index_of(copy)
         return None if index is None else self.parameters[index]
 
@@ -376,4 +381,4 @@ def put_in_replica(
             if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:
                 vars(twin)[name] = weight.to(dtype)
         if isinstance(twin, nn.RNNBase):
-            list_weights(twin)
+            rebuild_flat_weights(twin)

@@ -4,19 +4,20 @@ A weight exists once, in FP32, as the model's parameter, which is also what the 
 When the outermost call of the model, or of a submodule, begins, half copies are put in the
 parameters' slots in `module._parameters`; when it ends, the parameters are put back.
 
-Nodes of the graph and checkpoints keep half copies (`HalfCopies`).  A `Swap` has them in place for
-one `Call`.  Its states:
+Nodes of the graph and checkpoints keep half copies (`HalfCopies`).  A `Swap` puts them in the slots
+during one `Call`.  Its states:
 
-    state      in `swaps`   `may_hold_copies`   `is_in_place`   the slots hold   left by
-    begun      yes          no                  no              parameters       swap_in, swap_out
-    partial    yes          yes                 no              both             swap_in, swap_out
-    in place   yes          yes                 yes             copies           swap_out
-    ended      no           no                  no              parameters       nothing
+    state       in `swaps`  `may_hold_copies`  `is_swapped_in`  the slots hold  left by
+    begun       yes         no                 no               parameters      swap_in, swap_out
+    partial     yes         yes                no               both            swap_in, swap_out
+    swapped in  yes         yes                yes              copies          swap_out
+    ended       no          no                 no               parameters      nothing
 
 An exception may strike between any two states: `may_hold_copies` is set before the first copy is
 put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
-and again.  All threads share the slots.  So those in `swaps` belong to one thread, and a forward in
-another thread is refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
+and again: an interrupted one has left `swaps`, and the call's second exit finishes it.  All threads
+share the slots.  So those in `swaps` belong to one thread, and a forward in another thread is
+refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -24,7 +25,6 @@ FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -36,17 +36,17 @@ import torch.fx
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, here
-from ..casting.half_copies import are_split
+from ..casting.calls import Call, thread_calls
+from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
-from ..torch_private.modules import REPLICA, exchange_parametrized
-from ..torch_private.probes import computes_with_fakes, is_recording
+from ..torch_private.modules import REPLICA, swap_parametrize_cache
+from ..torch_private.probes import is_fake_mode_on, is_recording
 from .half_copy_slots import (
     ForwardWrites,
     HalfCopies,
     Slot,
     StaysFloat,
-    Tree,
+    WeightSlots,
     float_slots,
     parameter_dicts,
     put_in_replica,
@@ -64,15 +64,15 @@ def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes of the half copies that models make of a module's weights, by the weights' ids."""
     own, dtypes = set(map(id, module.parameters())), {}
     for swapper in list(swappers.values()):
-        dtypes.update(dict.fromkeys(own & swapper.ids(), swapper.dtype))
+        dtypes.update(dict.fromkeys(own & swapper.weight_ids(), swapper.dtype))
     return dtypes
 
 
-def parameter_behind(tensor: Tensor) -> Tensor | None:
+def parameter_of_copy(tensor: Tensor) -> Tensor | None:
     """The parameter in whose slot this half copy stands; None for other tensors."""
     for swapper in list(swappers.values()):
         for swap in list(swapper.swaps):
-            parameter = None if swap.half_copies is None else swap.half_copies.behind(tensor)
+            parameter = None if swap.half_copies is None else swap.half_copies.parameter_of(tensor)
             if parameter is not None:
                 return parameter
     return None
@@ -80,10 +80,10 @@ def parameter_behind(tensor: Tensor) -> Tensor | None:
 
 def record_values(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: if `tensor` is a half copy, record its values."""
-    if is_dynamo_compiling() or is_recording() or computes_with_fakes():
+    if is_dynamo_compiling() or is_recording() or is_fake_mode_on():
         return
-    for call in here.stack:
-        if call.swap is not None and call.swap.is_in_place:
+    for call in thread_calls.stack:
+        if call.swap is not None and call.swap.is_swapped_in:
             call.swap.half_copies.record_values(tensor)
 
 
@@ -97,56 +97,56 @@ def is_fx_traced(args: tuple, kwargs: dict) -> bool:
 
 def enclosing_swap(module: nn.Module) -> Swap | None:
     """The swap of the innermost forward or recompute in this thread that computes `module`."""
-    for call in reversed(here.stack):
+    for call in reversed(thread_calls.stack):
         swap = call.swap
-        if swap is not None and swap.is_in_place and id(module) in swap.tree.modules:
+        if swap is not None and swap.is_swapped_in and id(module) in swap.weight_slots.module_ids:
             return swap
     return None
 
 
 class Swap:
-    """The half copies that one call has in the slots of weights."""
+    """One exchange of weights for their half copies, during one call."""
 
     half_copies: HalfCopies | None = None
-    tree: Tree
-    is_shared = False  # another call has put these copies in place, and takes them out
+    weight_slots: WeightSlots
+    is_nested = False  # within another swap of the same copies, which swaps them in and out
 
     def __init__(self, swapper: HalfCopySwapper) -> None:
         self.swapper = swapper
         self.may_hold_copies = False  # some slots may hold copies
-        self.is_in_place = False  # all slots hold copies
+        self.is_swapped_in = False  # all slots hold copies
         self._previous: list[Any] | None = None  # what the slots held, if not the parameters
         self._parametrized: dict | None = None  # the cache of `parametrize.cached()` outside
         self._lookups: list[Lookup] = []
 
     def swap_in(self, half_copies: HalfCopies, previous: list[Any] | None = None) -> None:
         """Put copies in their slots; `previous`: what these hold, if not the parameters."""
-        tree, self._previous, self.may_hold_copies = self.tree, previous, True
-        if tree.lookups:
+        weight_slots, self._previous, self.may_hold_copies = self.weight_slots, previous, True
+        if weight_slots.lookups:
             copy_of = dict(zip(map(id, half_copies.parameters), half_copies.copies))
-            for lookup in tree.lookups:
+            for lookup in weight_slots.lookups:
                 self._lookups.append(lookup)
                 copy = copy_of.get(id(lookup.parameter))
                 lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
-        tree.put(half_copies.copies)
-        self._parametrized = exchange_parametrized({})
-        self.is_in_place = True
+        weight_slots.put(half_copies.copies)
+        self._parametrized = swap_parametrize_cache({})
+        self.is_swapped_in = True
 
     def swap_in_again(self, call: Call) -> None:
-        """The same copies are in place until `call` ends, for a recompute or a backward pass."""
-        swapper, half_copies, tree = self.swapper, self.half_copies, self.tree
+        """Swap the same copies in until `call` ends, for a recompute or a backward pass."""
+        swapper, half_copies, weight_slots = self.swapper, self.half_copies, self.weight_slots
         assert half_copies is not None
-        are_in_place = any(s.half_copies is half_copies and s.is_in_place for s in swapper.swaps)
+        own = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
         call.swap = again = Swap(swapper)
-        again.tree, again.half_copies = tree, half_copies
-        if are_in_place:  # their forward runs here, or in a thread that waits for this pass
-            again.is_in_place = again.is_shared = True
+        again.weight_slots, again.half_copies = weight_slots, half_copies
+        if any(s.is_swapped_in for s in own):  # in a forward here, or in a thread that waits
+            again.is_swapped_in = again.is_nested = True
             return
-        swapper.claim_thread(again)
-        if tree.ids:
-            again.swap_in(half_copies, previous=tree.present())
+        swapper.claim_slots(again)
+        if weight_slots.weight_ids:
+            again.swap_in(half_copies, previous=weight_slots.present())
         else:
-            again.is_in_place = True
+            again.is_swapped_in = True
 
     def _add_copy(self, parameter: Tensor, copy: Tensor) -> None:
         assert self.half_copies is not None
@@ -155,26 +155,26 @@ class Swap:
     def swap_out(self) -> None:
         """Put back what the slots held before.  May be called again."""
         swapper, half_copies, previous = self.swapper, self.half_copies, self._previous
-        self.is_in_place = False
+        self.is_swapped_in = False
         try:
             if self.may_hold_copies and half_copies is not None:
+                slots = self.weight_slots
                 if previous is None:
-                    self.tree.put(self.tree.parameters, instead_of=half_copies.copies)
+                    slots.put(slots.parameters, instead_of=half_copies.copies)
                 else:
-                    self.tree.put_each(previous)
+                    slots.put_each(previous)
                 for lookup in self._lookups:
                     lookup.swap_out(self._add_copy)
                 if self._parametrized is not None:  # computed from FP32 parameters
-                    exchange_parametrized(self._parametrized)
+                    swap_parametrize_cache(self._parametrized)
                 self.may_hold_copies = False
-            if previous is None and not self.is_shared and half_copies and half_copies.copies:
+            if previous is None and not self.is_nested and half_copies and half_copies.copies:
                 half_copies.write_back(swapper.writes)
         finally:
-            if not self.may_hold_copies:
-                if self in swapper.swaps:
-                    swapper.swaps.remove(self)
-                if not swapper.swaps and swapper.thread.get("in") == get_ident():
-                    swapper.thread.clear()
+            if self in swapper.swaps:
+                swapper.swaps.remove(self)
+            if not swapper.swaps and swapper.claim.get("thread") == get_ident():
+                swapper.claim.clear()
 
 
 class HalfCopySwapper:
@@ -184,7 +184,7 @@ class HalfCopySwapper:
     `at_change()` is called by `open`, and before a forward of a model that has got other parameters
     or submodules.
 
-    At O3 the weights are half: a swap without copies says which modules the forward computes.
+    At O3 the weights are half, and a swap has no copies.  It says which modules a forward computes.
     """
 
     def __init__(
@@ -199,82 +199,85 @@ class HalfCopySwapper:
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
         self._at_change = at_change
-        self._trees: dict[int, Tree] = {}  # by the ids of their roots, which they hold
+        self._weight_slots: dict[int, WeightSlots] = {}  # by id of the root, which they hold
         self.wants_own_nodes = False  # the next forward makes a node for each weight
         self.has_own_nodes = False  # the last forward did
-        self._ids: set[int] = set()  # of the weights of the root, from its latest `Tree`
+        self._ids: set[int] = set()  # of the weights of the root, from its latest `WeightSlots`
         self.writes = ForwardWrites(model)
         self.swaps: list[Swap] = []  # the innermost last
-        self.thread: dict[str, int] = {}  # "in": ident of the thread of `swaps`
+        # "thread": the ident of the thread that runs `swaps`; empty where none does.  A dict, as
+        # its `setdefault` is atomic.
+        self.claim: dict[str, int] = {}
 
     def open(self) -> None:
-        """Until `close` forwards of the model have half copies of what is FP32 now."""
+        """Until `close`, forwards of the model compute with half copies of its FP32 weights."""
         swappers[id(self.model)] = self
-        self._trees.clear()
-        self.tree_of(self.model)
+        self._weight_slots.clear()
+        self.slots_below(self.model)
 
     def close(self) -> None:
-        """The parameters are in their slots, and stay there."""
-        self._end_all()
-        self._trees.clear()
+        """Put the parameters in their slots, where they stay."""
+        self.end_all()
+        self._weight_slots.clear()
         if swappers.get(id(self.model)) is self:
             del swappers[id(self.model)]
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
+        """Put the parameters in their slots, whatever forwards run."""
         for swap in reversed(list(self.swaps)):
             swap.swap_out()
 
-    def tree_of(self, root: nn.Module) -> Tree:
+    def slots_below(self, root: nn.Module) -> WeightSlots:
         """The slots of the model, or of a submodule of it, as they are now."""
-        latest = self._trees.get(id(root))
+        latest = self._weight_slots.get(id(root))
         if latest is not None and latest.is_valid():
             return latest
         self._excluded_ids = sharded_parameters(self.model)
-        tree = Tree(root, self.model, self._stays_float, self._excluded_ids)
-        for call in here.stack:  # copies of another model may be in the slots
-            if call.swap is not None and call.swap.is_in_place:
-                return tree
-        self._trees[id(root)] = tree
+        weight_slots = WeightSlots(root, self.model, self._stays_float, self._excluded_ids)
+        for call in thread_calls.stack:  # copies of another model may be in the slots
+            if call.swap is not None and call.swap.is_swapped_in:
+                return weight_slots
+        self._weight_slots[id(root)] = weight_slots
         if root is self.model:
-            self._trees = {id(root): tree}  # without those of former submodules
-            self._ids = tree.ids
+            self._weight_slots = {id(root): weight_slots}  # without those of former submodules
+            self._ids = weight_slots.weight_ids
             self._at_change()
-        return tree
+        return weight_slots
 
-    def ids(self) -> set[int]:
+    def weight_ids(self) -> set[int]:
         """Ids of the weights of which the forward has half copies."""
         if not self.swaps:
-            self.tree_of(self.model)
+            self.slots_below(self.model)
         return self._ids
 
-    def record_request(self, wanted: Collection[int]) -> bool:
-        """As `WeightUseOrder.record_request`."""
+    def record_wanted_grads(self, wanted: Collection[int]) -> bool:
+        """As `WeightUseOrder.record_wanted_grads`."""
         if self.has_own_nodes:
             return False
-        trees = list(self._trees.values())
-        is_split = any(are_split(tree.parameters, wanted) for tree in trees)
-        self.wants_own_nodes |= is_split
-        return is_split
+        all_slots = list(self._weight_slots.values())
+        only_some = any(wants_only_some(slots.parameters, wanted) for slots in all_slots)
+        self.wants_own_nodes |= only_some
+        return only_some
 
     # Around a call
 
     def swap_in(self, call: Call, root: nn.Module) -> None:
-        """Until `call`, which is of the model or of a submodule, ends, copies are in place."""
+        """Swap copies in until `call`, of the model or of a submodule, ends."""
         if REPLICA in vars(root):
             put_in_replica(self.model, root, self.dtype, self._stays_float)
             return
         call.swap = swap = Swap(self)
-        self.claim_thread(swap)
-        swap.tree = tree = self.tree_of(root)
-        swap.half_copies = half_copies = HalfCopies(tree, self.dtype, self.wants_own_nodes)
+        self.claim_slots(swap)
+        swap.weight_slots = weight_slots = self.slots_below(root)
+        swap.half_copies = half_copies = HalfCopies(weight_slots, self.dtype, self.wants_own_nodes)
         self.has_own_nodes = self.wants_own_nodes
-        if tree.ids:
+        if weight_slots.weight_ids:
             swap.swap_in(half_copies)
         else:  # at O3, and in FP32 submodules
-            swap.is_in_place = True
+            swap.is_swapped_in = True
 
     def swap_in_traced(self, root: nn.Module) -> TracedSlots | None:
-        """As `swap_in`, while Dynamo traces: it guards on what it reads, so slots are found anew.
+        """As `swap_in`, while Dynamo traces.  It guards on what it reads: slots are searched anew.
 
         None: no slot gets a copy.
         """
@@ -284,23 +287,15 @@ class HalfCopySwapper:
         put_in_traced(slots, self.dtype)
         return TracedSlots(slots)
 
-    def claim_thread(self, swap: Swap) -> None:
-        """A forward, or a recompute of it, begins in this thread.
+    def claim_slots(self, swap: Swap) -> None:
+        """Before a forward, or a recompute of it: claim the slots for this thread.
 
         Raises `AmpatchError` while another thread runs a forward: both would use the same slots.
         """
         current = get_ident()
-        owner = self.thread.setdefault("in", current)
-        if owner != current:
-            if owner in sys._current_frames():
-                raise AmpatchError(self._refusal())
-            self.take_over()
+        if self.claim.setdefault("thread", current) != current:
+            raise AmpatchError(self._refusal())
         self.swaps.append(swap)
-
-    def take_over(self) -> None:
-        """The thread that claimed the slots has ended: end its swaps, and claim for this thread."""
-        self._end_all()
-        self.thread["in"] = get_ident()
 
     def _refusal(self) -> str:
         name = type(self.model).__name__
@@ -328,9 +323,9 @@ class TracedSlots:
 def _forget_other_threads() -> None:
     """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
     for swapper in list(swappers.values()):
-        if swapper.thread.get("in") not in (None, get_ident()):
-            swapper.take_over()
-            swapper.thread.clear()
+        if swapper.claim.get("thread") not in (None, get_ident()):
+            swapper.end_all()
+            swapper.claim.clear()
 
 
 if hasattr(os, "register_at_fork"):

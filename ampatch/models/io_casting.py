@@ -50,21 +50,21 @@ class ModelInputs:
     """Casts the inputs of one model to `dtype`; `name` is for the log.
 
     An FP32 input that half cannot hold (finite values that overflow, integers that it cannot
-    count) stays FP32, and so do later inputs at its position; `keeps_float()` is called.  Inputs in
-    host memory are checked each time.  On an accelerator a check waits for the device: the first
+    count) stays FP32, and so do later inputs at its position; `on_float_input()` is called.  Inputs
+    in host memory are checked each time.  On an accelerator a check waits for the device: the first
     input at a position is checked, later ones are clamped to the range of float16.
 
     Annotations stay FP32 too: a list of dicts with integers, as detectors of torchvision and
     transformers take them.  bfloat16 moves a box at 1,000 pixels by up to 4.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, keeps_float: Callable[[], None]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, on_float_input: Callable[[], None]) -> None:
         self._name = name
         self._dtype = dtype
         self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
         self._limit = 2 / torch.finfo(dtype).eps
-        self._keeps_float = keeps_float
+        self._on_float_input = on_float_input
         self._float_positions: set[int] = set()
         self._seen_positions: set[int] = set()
 
@@ -86,7 +86,7 @@ class ModelInputs:
 
         def converted(value: Any) -> Any:
             if type(value) in (list, tuple) and _are_annotations(value):
-                self._keeps_float()
+                self._on_float_input()
                 return value
             return map_tensors(value, convert_next, casts.containers)
 
@@ -146,7 +146,7 @@ class ModelInputs:
             low,
             high,
         )
-        self._keeps_float()
+        self._on_float_input()
         return True
 
     def _saturated(self, tensor: Any) -> Any:

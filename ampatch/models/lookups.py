@@ -39,7 +39,7 @@ class Lookup(dict):
         self.module = module
         self.name = name
         self.parameter: Tensor = self.own[name]
-        self.copy_made: Tensor | None = None
+        self.half_copy: Tensor | None = None
         self.on_copy: Callable[[Tensor, Tensor], object] | None = None
 
     def swap_in(
@@ -53,7 +53,7 @@ class Lookup(dict):
         attributes, own = vars(self.module), self.own
         if attributes.get(PARAMETERS) is not own or own.get(self.name) is not self.parameter:
             return
-        self.dtype, self.copy_made, self.on_copy = dtype, copy, on_copy
+        self.dtype, self.half_copy, self.on_copy = dtype, copy, on_copy
         self.grad_mode = torch.is_grad_enabled()
         if copy is None:
             attributes[PARAMETERS] = self
@@ -64,12 +64,12 @@ class Lookup(dict):
         """Undo `swap_in`, if it was called with this `on_copy`.  May be called again."""
         if self.on_copy != on_copy:
             return
-        if self.copy_made is not None and self.own.get(self.name) is self.copy_made:
+        if self.half_copy is not None and self.own.get(self.name) is self.half_copy:
             self.own[self.name] = self.parameter
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             attributes[PARAMETERS] = self.own
-        self.copy_made = self.on_copy = None
+        self.half_copy = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The half result of `forward`, which is that of the module's class, on the FP32 weight."""
@@ -84,14 +84,14 @@ class Lookup(dict):
             return {**self.own, self.name: self.parameter.to(self.dtype)}
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
-            if self.copy_made is None:
+            if self.half_copy is None:
                 own_node = not self.module.sparse  # which takes no sparse gradient
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
                     [copy] = half_copies([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
-                self.copy_made = copy
-            self.own[self.name] = self.copy_made
+                self.half_copy = copy
+            self.own[self.name] = self.half_copy
             attributes[PARAMETERS] = self.own
         return self.own
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import KEEP, USER, Call, CastState, computes_in, here
-from ..casting.handlers import unseen
+from ..casting.calls import UNCHANGED, USER_BLOCK, Call, CastState, computes_in, thread_calls
+from ..casting.handlers import without_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..casting.weight_cache import WeightUseOrder
@@ -39,7 +39,7 @@ from .values import cast_tensors
 
 _SHOWN = 5  # weights named in a warning
 
-Slots = dict[int, tuple["weakref.ref[nn.Module]", str]]
+SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """Modules and names of parameters, by the ids of these.
 
 An id comes again when its parameter is gone: compare.  A weak reference to the parameter itself
@@ -92,9 +92,9 @@ class ManagedModel:
         self._stays_float: StaysFloat = lambda module: False
         self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.slots: Slots = {}  # parameters whose calls are cast outside forwards
-        self._initial_slots: Slots = {}  # parameters and buffers as the session began
-        self.held = HeldFunctions(model)
+        self.slots: SlotsById = {}  # parameters whose calls are cast outside forwards
+        self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
+        self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since the last `warn_of_lost_frame`
         self._has_warned_of_block = self._has_warned_of_forward = False
@@ -114,7 +114,7 @@ class ManagedModel:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
             self.conversions.convert(self.model, dtype, stays_float, excluded)
         if dtype in HALF_DTYPES:
-            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._update)
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._on_module_change)
             self.swapper.open()
 
     def check_shards(self) -> None:
@@ -124,10 +124,10 @@ class ManagedModel:
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
-    def _update(self) -> None:
+    def _on_module_change(self) -> None:
         """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
         if self._submodules is not None and self.swapper is not None:
-            self._submodules.install(self.swapper.ids())
+            self._submodules.install(self.swapper.weight_ids())
         had_mixed_dtypes = self._has_mixed_dtypes
         self._has_mixed_dtypes = has_float_buffers(self.model, self._stays_float)
         if self._has_mixed_dtypes and not had_mixed_dtypes:
@@ -167,15 +167,15 @@ class ManagedModel:
 
     def has_half_copy(self, parameter: Tensor) -> bool:
         """Whether the forward computes with a half copy of this weight."""
-        return self.swapper is not None and id(parameter) in self.swapper.ids()
+        return self.swapper is not None and id(parameter) in self.swapper.weight_ids()
 
-    def record_request(self, wanted: Collection[int]) -> bool:
-        """Gradients of these weights (ids) are asked for: see `WeightUseOrder.record_request`."""
+    def record_wanted_grads(self, wanted: Collection[int]) -> bool:
+        """As `WeightUseOrder.record_wanted_grads`, for both kinds of half copies."""
         order, swapper = self._use_order, self.swapper
-        may_share = order is not None and order.record_request(wanted)
-        return (swapper is not None and swapper.record_request(wanted)) or may_share
+        may_share = order is not None and order.record_wanted_grads(wanted)
+        return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
-    def converted(self) -> set[int]:
+    def converted_ids(self) -> set[int]:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)
 
@@ -199,7 +199,7 @@ class ManagedModel:
             override.install()
         if self.swapper is not None:
             self._submodules = SubmoduleCalls(self, self._stays_float)
-            self._submodules.install(self.swapper.ids())
+            self._submodules.install(self.swapper.weight_ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
@@ -225,10 +225,10 @@ class ManagedModel:
 
         Else its weights, and their gradients, would stay in memory until Python looks for cycles.
         """
-        for call in list(here.stack):  # a session may end within its forward
+        for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.exit(call)
-        self.held.take_out()
+        self.held_functions.take_out()
         if self.frame is not None:
             self.frame.take_out()
             self.frame = None
@@ -251,18 +251,18 @@ class ManagedModel:
         """The `ModelInputs` that cast the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
-        session, me = self._session, weakref.ref(self)
+        session, weak_self = self._session, weakref.ref(self)
 
         def promote() -> None:
-            if (managed := me()) is not None:
+            if (managed := weak_self()) is not None:
                 session.promote_mixed_dtypes(managed)
 
         return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
         """What submodules return in a framework's step; None: any dtype, or there is no step."""
-        for call in reversed(here.stack):
-            if call.owner is self and call.results_in is not KEEP:
+        for call in reversed(thread_calls.stack):
+            if call.owner is self and call.results_in is not UNCHANGED:
                 return call.results_in
         return None
 
@@ -273,10 +273,10 @@ class ManagedModel:
     ) -> tuple[tuple, dict] | None:
         """The model is called.  None: it is a submodule of a model whose forward runs."""
         enclosing, self._was_called = None, True
-        if self._state.modes and is_mode_on():
-            with unseen():
+        if self._state.threads_in_modes and is_mode_on():
+            with without_modes():
                 return self.enter(call, module, args, kwargs)
-        if here.stack and self.swapper is not None:
+        if thread_calls.stack and self.swapper is not None:
             enclosing = enclosing_swap(module)
             if enclosing is not None and enclosing.swapper is not self.swapper:
                 return None
@@ -301,7 +301,7 @@ class ManagedModel:
             args, kwargs = inputs.cast(args, kwargs, casts)
         policy = self.policy  # read now: inputs that stay FP32 change it, and so may `swap_in`
         has_casts = casts is not None and (casts.tensors or casts.containers)
-        if not (has_casts or swapper or policy or state.process or here.stack):
+        if not (has_casts or swapper or policy or state.process_policy or thread_calls.stack):
             return args, kwargs
         state.enter(call, self)
         call.input_casts = casts
@@ -313,12 +313,12 @@ class ManagedModel:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
         if policy is None and swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_dtype(swapper.dtype)
-        if len(here.stack) > 1:
+            policy = state.in_half_models.with_half_dtype(swapper.dtype)
+        if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
             state.set_policy(call, *state.setting_of_forward(policy))
-        elif policy is not state.process:
+        elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
             policy.cache.open(call, self._use_order)
@@ -328,8 +328,8 @@ class ManagedModel:
 
     def exit(self, call: Call) -> None:
         """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
-        if self._state.modes and is_mode_on():
-            with unseen():
+        if self._state.threads_in_modes and is_mode_on():
+            with without_modes():
                 return self.exit(call)
         if call.owner is not None:  # else it has not begun
             self._state.exit(call)
@@ -342,21 +342,23 @@ class ManagedModel:
 
     def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
-        if self._state.modes and is_mode_on():
-            with unseen():
+        if self._state.threads_in_modes and is_mode_on():
+            with without_modes():
                 return self.convert_output(output)
         dtype = self.out_dtype
-        if here.stack and self.properties.cast_model_outputs is None:
+        if thread_calls.stack and self.properties.cast_model_outputs is None:
             dtype = computes_in() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
         """An error about dtypes says which tensors are half."""
-        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held.name_of)
+        dtype_errors.explain(error, self._why_half(), self._remedy(), self.held_functions.name_of)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The whole call."""
-        enclosing = enclosing_swap(module) if here.stack and self.swapper is not None else None
+        enclosing = (
+            enclosing_swap(module) if thread_calls.stack and self.swapper is not None else None
+        )
         if enclosing is not None and enclosing.swapper is not self.swapper:
             return forward(module, *args, **kwargs)
         output = self.run_traced_with(self._inputs, forward, module, args, kwargs)
@@ -377,10 +379,10 @@ class ManagedModel:
         if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.in_dtype(self.swapper.dtype)
-        if here.stack:
+            policy = state.in_half_models.with_half_dtype(self.swapper.dtype)
+        if thread_calls.stack:
             policy, _, is_setting = state.setting_of_forward(policy)
-        if slots is None and (policy is KEEP or policy is state.current()):
+        if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
         call.is_traced = True
@@ -413,7 +415,7 @@ class ManagedModel:
         )
 
     def _warn_of_settings(self) -> None:
-        if not any(call.kind == USER for call in here.stack):
+        if not any(call.kind == USER_BLOCK for call in thread_calls.stack):
             return
         self._has_warned_of_block = True
         logger.warning(

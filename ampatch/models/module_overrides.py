@@ -14,7 +14,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, CastState, computes_in
-from ..casting.handlers import unseen
+from ..casting.handlers import without_modes
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..config.overrides import ModuleKey, named
@@ -74,8 +74,8 @@ class ModuleOverride:
     def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The submodule is called."""
         state = self._state
-        if state.modes and is_mode_on():
-            with unseen():
+        if state.threads_in_modes and is_mode_on():
+            with without_modes():
                 return self.enter(call, module, args, kwargs)
         state.enter(call, self)
         call.computes_in = self.dtype
@@ -89,8 +89,8 @@ class ModuleOverride:
 
     def convert_output(self, output: Any) -> Any:
         """In the dtype that the code around the call wants."""
-        if self._state.modes and not is_dynamo_compiling() and is_mode_on():
-            with unseen():
+        if self._state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
+            with without_modes():
                 return self.convert_output(output)
         dtype = self._result_dtype()
         return output if dtype is None else cast_tensors(output, dtype)

@@ -47,7 +47,7 @@ class _Attributes(dict[str, Any]):
 
     So code that copies the attributes gets those of a plain module: `clone.__dict__ =
     module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  In a clone the bound
-    method would call the original module, and a deep copy would follow it to that.
+    method would call the original module, and a deep copy would copy that module too.
     """
 
     __slots__ = ()
@@ -134,7 +134,7 @@ class OwnFrame:
                 "method that calls what the property gives."
             )
 
-    def is_in_place(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether `module.forward` is this frame."""
         return self.module is not None and vars(self.module).get(_FORWARD) is self.method
 
@@ -152,7 +152,7 @@ class OwnFrame:
         frames = attributes.get(_FRAMES)
         while frames and frames[-1].scope is None:  # also those taken out while inside another
             last = frames[-1]
-            if last.is_in_place():
+            if last.is_installed():
                 _set_forward(attributes, last.previous)
             frames.pop()
             last.module = last.method = None  # else a cycle would keep the weights alive
@@ -196,9 +196,9 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
     forward.__name__ = _FORWARD
     with contextlib.suppress(TypeError, ValueError):  # builtins may have no signature
         signature = inspect.signature(previous)
-        me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[me, *signature.parameters.values()]
+            parameters=[self_parameter, *signature.parameters.values()]
         )
     if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
@@ -267,7 +267,7 @@ class SubmoduleFrames:
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
-                if frame.is_in_place():
+                if frame.is_installed():
                     _set_forward(vars(frame.module), frame.previous)
         else:
             deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
@@ -287,9 +287,9 @@ class SubmoduleFrames:
 
 
 def _outermost(module: nn.Module) -> OwnFrame | None:
-    """The outermost frame of a module, if it is in place."""
+    """The outermost frame of a module, if `forward` is that frame."""
     frames = vars(module).get(_FRAMES)
-    return frames[-1] if frames and frames[-1].is_in_place() else None
+    return frames[-1] if frames and frames[-1].is_installed() else None
 
 
 def copying_methods() -> list[Replacement]:
@@ -321,8 +321,8 @@ def copying_methods() -> list[Replacement]:
                 attributes = _attributes_of(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
                 # A bound method is a cycle: each step's weights would wait for Python's search.
-                forward, me = frame.method.__func__, weakref.ref(replica)
-                attributes[_FORWARD] = lambda *args, **kwargs: forward(me(), *args, **kwargs)
+                forward, ref = frame.method.__func__, weakref.ref(replica)
+                attributes[_FORWARD] = lambda *args, **kwargs: forward(ref(), *args, **kwargs)
             return replica
 
         return _replicate_for_data_parallel

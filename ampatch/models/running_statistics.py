@@ -21,10 +21,10 @@ from ..torch_private import foreach
 
 # The originals, bound before any patch: reports would count calls of patches as the script's calls.
 _cat = torch.cat
-_minus = torch.sub
-_either = torch.logical_or
-_is_zero = torch.logical_not
-_choose = torch.where
+_sub = torch.sub
+_logical_or = torch.logical_or
+_logical_not = torch.logical_not
+_where = torch.where
 
 
 class RunningStatistics:
@@ -61,14 +61,14 @@ class RunningStatistics:
                 self._record()
         for index, buffers in enumerate(self._groups):
             now = _cat(buffers)
-            is_finite = _is_zero(_minus(now, now))  # else NaN; two kernels, where isfinite has four
-            finite = _choose(is_finite, now, self._recorded[index].to(now))
+            is_finite = _logical_not(_sub(now, now))  # not NaN: two kernels, isfinite has four
+            finite = _where(is_finite, now, self._recorded[index].to(now))
             self._recorded[index] = finite  # instead of inf or NaN the value recorded before
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):
-                stays = _either(is_finite, _is_zero(skipped.to(now.device)))
-                finite = _choose(stays, now, finite)
+                stays = _logical_or(is_finite, _logical_not(skipped.to(now.device)))
+                finite = _where(stays, now, finite)
             values = finite.split([buffer.numel() for buffer in buffers])
             # `.data`: a graph that waits for its backward pass may hold the buffers
             foreach.copy_([buffer.data for buffer in buffers], list(values))

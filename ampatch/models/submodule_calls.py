@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, computes_in, here
+from ..casting.calls import Call, computes_in, thread_calls
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..torch_private.modules import has_forward
 from .half_copy_slots import StaysFloat
@@ -90,7 +90,7 @@ class SubmoduleCalls:
         inputs = self._inputs.get(id(module))
         if (
             inputs is None
-            or (here.stack and enclosing_swap(module) is not None)
+            or (thread_calls.stack and enclosing_swap(module) is not None)
             or id(module) in swappers
             or is_fx_traced(args, kwargs)
         ):
@@ -117,7 +117,7 @@ class SubmoduleCalls:
         inputs = self._inputs.get(id(module)) if self._uses_half_copies else None
         if (
             inputs is None
-            or any(call.is_traced and call.owner is self._root for call in here.stack)
+            or any(call.is_traced and call.owner is self._root for call in thread_calls.stack)
             or enclosing_swap(module) is not None
         ):
             return forward(module, *args, **kwargs)

@@ -12,8 +12,8 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *here, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits, *misses, *cast, *touched,
-      *kept, *is_compiling;
+  PyObject *thread_calls, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits,
+      *misses, *cast, *touched, *kept, *is_compiling;
 };
 Names names;
 
@@ -82,7 +82,7 @@ class Caster {
     const Tensor& tensor = THPVariable_Unpack(value);
     const ScalarType from = tensor.scalar_type();
     if (from == to_ || (from != at::kFloat && from != at::kHalf && from != at::kBFloat16) ||
-        !is_covered(tensor)) {
+        !is_on_cast_device(tensor)) {
       return Py_NewRef(value);
     }
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == ParameterClass) {
@@ -92,7 +92,7 @@ class Caster {
     {
       pybind11::gil_scoped_release no_gil;
       copy = tensor.to(to_);
-      if (!at::GradMode::is_enabled()) want_as(tensor, copy);
+      if (!at::GradMode::is_enabled()) require_grad_as(tensor, copy);
     }
     return THPVariable_Wrap(std::move(copy));
   }
@@ -128,7 +128,7 @@ class Caster {
     return has_changed ? result.release() : Py_NewRef(sequence);
   }
 
-  bool is_covered(const Tensor& tensor) const {
+  bool is_on_cast_device(const Tensor& tensor) const {
     if (devices_ == Py_None) return true;
     if (!PyAnySet_Check(devices_)) return false;
     const std::string kind = c10::DeviceTypeName(tensor.device().type(), true);
@@ -141,8 +141,8 @@ class Caster {
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
-      THPObjectPtr here(attribute(cache_, names.here));
-      forward_ = attribute(here, names.copies);
+      THPObjectPtr calls(attribute(cache_, names.thread_calls));
+      forward_ = attribute(calls, names.copies);
       if (forward_.get() != Py_None) {
         THPObjectPtr cache(attribute(forward_, names.cache));
         if (cache.get() != cache_) forward_ = Py_NewRef(Py_None);
@@ -164,7 +164,7 @@ class Caster {
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
       if (PyErr_Occurred()) throw python_error();
-      return is_cast_here(id) ? cast_here(weight, tensor, copies, id) : nullptr;
+      return may_keep_copy(id) ? make_copy(weight, tensor, copies, id) : nullptr;
     }
     PyObject* half = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
@@ -180,8 +180,8 @@ class Caster {
   }
 
   // Whether no observer sees casts, and a copy made now may serve again.
-  // In Python: `WeightCache._may_keep` of `casting/weight_cache.py`.
-  bool is_cast_here(PyObject* id) {
+  // In Python: `WeightCache._may_keep_copy` of `casting/weight_cache.py`.
+  bool may_keep_copy(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
         is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
       return false;
@@ -190,8 +190,8 @@ class Caster {
     return PySet_Contains(touched, id) == 0;
   }
 
-  // In Python: `WeightCache._make` of `casting/weight_cache.py`.
-  PyObject* cast_here(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
+  // In Python: `WeightCache._make_copy` of `casting/weight_cache.py`.
+  PyObject* make_copy(PyObject* weight, const Tensor& tensor, PyObject* copies, PyObject* id) {
     THPObjectPtr version(checked(PyLong_FromLongLong(tensor._version())));
     Tensor copy;
     {
@@ -246,7 +246,7 @@ class Caster {
 
 // call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
 // UNUSUAL: an argument is none of the usual kinds, and nothing was called.
-// In Python: `call_in` of `casting/wrapper.py`.
+// In Python: `call_cast` of `casting/wrapper.py`.
 PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

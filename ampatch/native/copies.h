@@ -54,7 +54,7 @@ void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
 }
 
 // The import may be within modes and transforms, which would make a tensor without numbers.
-void learn_nan() {
+void set_bfloat16_nan() {
   const c10::impl::ForceDispatchKeyGuard plain(
       c10::default_included_set, c10::default_excluded_set);
   const Tensor nan = at::full({16}, NAN, at::TensorOptions(at::kFloat)).to(at::kBFloat16);
@@ -84,11 +84,11 @@ Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
 // New tensors with these values in `dtype`, outside the graph.
 std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool may_be_here = !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  const bool may_copy_small = !c10::impl::TorchDispatchModeTLS::any_modes_set();
   std::vector<Tensor> copies, rest_copies, rest;
   copies.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
-    copies.push_back(may_be_here ? small_copy(tensor, dtype) : Tensor());
+    copies.push_back(may_copy_small ? small_copy(tensor, dtype) : Tensor());
     if (copies.back().defined()) continue;
     copies.back() = at::empty_like(tensor, tensor.options().dtype(dtype));
     rest_copies.push_back(copies.back());
@@ -99,7 +99,7 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
 }
 
 // A copy made under `no_grad` requires a gradient if its weight does: see `half_copies`.
-void want_as(const Tensor& weight, Tensor& copy) {
+void require_grad_as(const Tensor& weight, Tensor& copy) {
   if (weight.requires_grad()) copy.set_requires_grad(true);
 }
 

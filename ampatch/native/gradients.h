@@ -6,7 +6,7 @@
 namespace {
 
 // Whether the kernel may write into a gradient: numbers in host memory that no graph records.
-bool is_unscaled_here(const Tensor& grad) {
+bool can_unscale(const Tensor& grad) {
   return grad.is_cpu() && is_plain(grad) && !grad.is_complex() && !grad.is_inference() &&
       !grad.is_neg() && !grad._is_zerotensor() && !grad.requires_grad();
 }
@@ -22,7 +22,7 @@ PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Tensor scale = THPVariable_Unpack(args[1]);
   if (c10::impl::TorchDispatchModeTLS::any_modes_set() || !scale.is_cpu()) Py_RETURN_NONE;
   const std::vector<Tensor> grads = tensors_of(args[0]);
-  if (!std::all_of(grads.begin(), grads.end(), is_unscaled_here)) Py_RETURN_NONE;
+  if (!std::all_of(grads.begin(), grads.end(), can_unscale)) Py_RETURN_NONE;
   if (grads.empty()) Py_RETURN_FALSE;
   Tensor found_inf;
   {

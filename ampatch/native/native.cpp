@@ -18,7 +18,7 @@ PyCFunction fast(F function) {
 }
 
 PyMethodDef methods[] = {
-    {"are_alike", fast(are_alike), METH_FASTCALL, nullptr},
+    {"all_may_share_node", fast(all_may_share_node), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
@@ -37,7 +37,7 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
   const std::pair<PyObject**, const char*> interned[] = {
-      {&names.here, "_here"},
+      {&names.thread_calls, "_thread_calls"},
       {&names.copies, "copies"},
       {&names.cache, "cache"},
       {&names.graphed, "graphed"},
@@ -58,7 +58,7 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
   }
   compiler = PyImport_ImportModule("torch.compiler");
   if (compiler == nullptr) return nullptr;
-  learn_nan();
+  set_bfloat16_nan();
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   UNUSUAL = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));

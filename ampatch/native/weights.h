@@ -32,7 +32,7 @@ bool is_traced() {
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // by compiled autograd
 
-  // Autograd makes the node by this; `in_graph` makes it faster.
+  // Autograd makes the node by this; `cast_in_graph` makes it faster.
   static variable_list forward(AutogradContext* ctx, at::TensorList weights, int64_t dtype) {
     ctx->set_materialize_grads(false);
     return copies_of(weights, static_cast<ScalarType>(dtype));
@@ -61,11 +61,11 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
 using CastNode = torch::autograd::CppNode<CastTogether>;
 using EdgeTarget = decltype(torch::autograd::Edge::function);
 
-constexpr uint64_t kFirst = uint64_t{1} << 62;  // as in torch_private/probes.py
+constexpr uint64_t kHighSequenceNr = uint64_t{1} << 62;  // as in torch_private/probes.py
 
-// Has the history of half copies begin at one new node, which leads back to their weights.
+// Makes one new node the `grad_fn` of half copies; its edges lead to their weights.
 template <typename Node>
-void lead_back(variable_list halves, const variable_list& weights) {
+void set_cast_node(variable_list halves, const variable_list& weights) {
   auto node = c10::make_intrusive<Node>();
   node->ctx_.set_materialize_grads(false);
   node->is_variable_input_.assign(weights.size(), true);
@@ -80,13 +80,13 @@ void lead_back(variable_list halves, const variable_list& weights) {
 // `Target` and `Node` are parameters: else a torch that keeps nodes otherwise would compile the
 // first branch too.
 template <typename Target, typename Node>
-variable_list in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
+variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
   variable_list halves;
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
     halves = copies_of(weights, dtype);
-    if (!own_nodes) lead_back<Node>(halves, weights);
+    if (!own_nodes) set_cast_node<Node>(halves, weights);
     for (size_t i = 0; own_nodes && i < weights.size(); ++i) {
-      lead_back<Node>({halves[i]}, {weights[i]});
+      set_cast_node<Node>({halves[i]}, {weights[i]});
     }
   } else if (!own_nodes) {
     halves = CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
@@ -95,7 +95,7 @@ variable_list in_graph(const variable_list& weights, ScalarType dtype, bool own_
   }
   const size_t nodes = own_nodes ? halves.size() : 1;
   for (size_t i = 0; i < nodes; ++i) {
-    if (const auto node = halves[i].grad_fn()) node->set_sequence_nr(kFirst);
+    if (const auto node = halves[i].grad_fn()) node->set_sequence_nr(kHighSequenceNr);
   }
   return halves;
 }
@@ -115,9 +115,11 @@ PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
   variable_list halves;
   {
     pybind11::gil_scoped_release no_gil;
-    halves = is_wanted ? in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
+    halves = is_wanted ? cast_in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
                        : copies_of(weights, dtype);
-    for (size_t i = 0; !is_enabled && i < halves.size(); ++i) want_as(weights[i], halves[i]);
+    for (size_t i = 0; !is_enabled && i < halves.size(); ++i) {
+      require_grad_as(weights[i], halves[i]);
+    }
   }
   return list_of(std::move(halves));
   END_HANDLE_TH_ERRORS
@@ -133,13 +135,14 @@ bool has_hooks(PyObject* tensor) {
   return is_filled(variable->backward_hooks) || is_filled(variable->post_accumulate_grad_hooks);
 }
 
-// are_alike(weight, bucket): whether all weights of a list may be cast in one node with `weight`.
-// In Python: `are_alike` of `casting/half_copies.py`.
-PyObject* are_alike(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// all_may_share_node(weight, bucket): whether all weights of a list may be cast in one node with
+// `weight`.
+// In Python: `all_may_share_node` of `casting/half_copies.py`.
+PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
-      "are_alike(weight: Tensor, bucket: list)");
+      "all_may_share_node(weight: Tensor, bucket: list)");
   const Tensor& weight = THPVariable_Unpack(args[0]);
   const bool wanted = weight.requires_grad();
   if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != ParameterClass ||
@@ -188,7 +191,7 @@ PyObject* item_at(PyObject* list, PyObject* number) {
 
 // exchange_entries(dicts, names, sources, new, old): dicts[i][names[i]] becomes new[sources[i]];
 // with `old` only if all entries are old[sources[i]].  Returns whether it was done.
-// In Python: `exchange` of `models/half_copy_slots.py`.
+// In Python: `exchange_entries` of `models/half_copy_slots.py`.
 PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

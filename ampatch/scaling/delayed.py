@@ -17,11 +17,11 @@ from .process_group import trains_with_others
 from .scale_value import Flag, either
 from .unscaling import add_back
 
-# Gradients that wait scaled
+# Gradients that stay scaled
 
 
 def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) -> None:
-    """A block ends: multiply the earlier gradients by its scale, and leave all of them scaled."""
+    """Multiply the earlier gradients by the scale of the block that ends; all stay scaled."""
     grads = [grad for _, grad in block.saved]
     shared.join(gradients, grads)
     add_back(block.saved)
@@ -29,9 +29,9 @@ def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) ->
 
 
 def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
-    """A block of `scaler` begins: unscale gradients that wait at another scale.
+    """Before a block of `scaler`: unscale gradients that are scaled by another scale.
 
-    A block that was interrupted before its end is abandoned.
+    Abandons an earlier block that was interrupted before its end.
     """
     gradients.abandon()
     scaled = gradients.scaled
@@ -41,9 +41,9 @@ def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
 
 
 def unscale_delayed(gradients: Gradients) -> None:
-    """Unscale the gradients that wait, of all optimizers of their loss: the scaler counts one step.
+    """Unscale the gradients that `delay_unscale` left scaled, of all optimizers of their loss.
 
-    Does nothing in an open block, which unscales the gradients as it ends.
+    The scaler counts one step.  Does nothing in an open block, which unscales them as it ends.
     """
     scaled = gradients.scaled
     if scaled is None or gradients.block is not None:
@@ -56,14 +56,14 @@ def unscale_delayed(gradients: Gradients) -> None:
             member.scaled = None
             check = member.unscale(scaled.scaler, scaled.scale, unscalers)
             if check is not None:
-                member.keep(check)
+                member.keep_check(check)
                 flags.append(check.found_inf)
     except BaseException:  # some are unscaled and some not
         for member in members:
-            member.drop()
+            member.drop_all()
         raise
     if isinstance(scaled.scaler, DynamicScaler):
-        update(scaled.scaler, members, flags)
+        update_now_or_at_step(scaled.scaler, members, flags)
 
 
 def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
@@ -84,110 +84,110 @@ def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
     found_inf = gradients.recheck()  # clipping may hide what another rank's inf has left
     if found_inf is not None:
         for pending in gradients.pending_updates:
-            pending.add([found_inf])
+            pending.add_flags([found_inf])
     return True
 
 
 # Updates that wait for the step
 
 
-class Update:
-    """The update of a scaler by its overflow flags, which waits for the first step of an optimizer.
+class PendingScaleUpdate:
+    """An update of a scaler by overflow flags, which waits for the first step of its optimizers.
 
-    `together`: after an overflow in the gradients of one optimizer all of them skip.
+    `skips_together`: after an overflow in the gradients of one optimizer all of them skip.
     """
 
-    def __init__(self, scaler: DynamicScaler, together: bool) -> None:
+    def __init__(self, scaler: DynamicScaler, skips_together: bool) -> None:
         self.scaler = scaler
-        self._together = together
+        self._skips_together = skips_together
         self._members: list[Gradients] = []
         self._found_inf: Flag | None = None  # None: nothing was checked
         self._delayed: list[tuple[Gradients, Check]] | None = None
 
-    def join(self, optimizers: Sequence[Gradients]) -> None:
-        """Wait for the first step of these optimizers as well."""
+    def add_optimizers(self, optimizers: Sequence[Gradients]) -> None:
+        """Also update at a step of these optimizers."""
         for gradients in optimizers:
             if gradients not in self._members:
                 self._members.append(gradients)
                 gradients.pending_updates.append(self)
 
-    def add(self, flags: list[Flag]) -> None:
+    def add_flags(self, flags: list[Flag]) -> None:
         """Keep these flags for the update."""
         for flag in flags:
             self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
 
-    def delay(self, checks: list[tuple[Gradients, Check]]) -> None:
+    def delay_checks(self, checks: list[tuple[Gradients, Check]]) -> None:
         """Keep checks under `delay_overflow_check`: no optimizer has them yet."""
         self._delayed = [*(self._delayed or []), *checks]
 
-    def forget(self, gradients: Gradients) -> None:
+    def forget_checks(self, gradients: Gradients) -> None:
         """An optimizer's gradients were zeroed."""
         if self._delayed is not None:
             self._delayed = [entry for entry in self._delayed if entry[0] is not gradients]
 
-    def recheck(self) -> None:
+    def recheck_gradients(self) -> None:
         """Check all gradients for overflow once more, before the first step."""
-        self._release()
+        self._hand_over_checks()
         flags = [flag for g in self._members if (flag := g.recheck()) is not None]
-        self.add(flags)
-        if self._together:
+        self.add_flags(flags)
+        if self._skips_together:
             _skip_together(self._members, self.scaler, flags)
 
-    def make(self) -> None:
-        """Update the scaler by the flags: the first optimizer steps."""
-        self._release()
+    def update_scaler(self) -> None:
+        """Update the scaler by the flags, as the first optimizer steps."""
+        self._hand_over_checks()
         for gradients in self._members:
             gradients.pending_updates = [u for u in gradients.pending_updates if u is not self]
         self.scaler.update([] if self._found_inf is None else [self._found_inf])
         self.scaler.was_updated_by_step = self._delayed is not None
 
-    def _release(self) -> None:
-        """The script has not decided about the step: give the optimizers their delayed checks."""
+    def _hand_over_checks(self) -> None:
+        """Let delayed checks decide about the steps, as the script has not."""
         checks, self._delayed = self._delayed, None if self._delayed is None else []
         for gradients, check in checks or ():
-            gradients.keep(check)
+            gradients.keep_check(check)
 
 
-def update(
+def update_now_or_at_step(
     scaler: DynamicScaler,
     optimizers: Sequence[Gradients],
     flags: list[Flag],
     *,
     delayed: list[tuple[Gradients, Check]] | None = None,
-    together: bool = False,
+    skips_together: bool = False,
 ) -> None:
     """Update a scaler by the overflow flags of its gradients, now or at the step.
 
     The update waits for the step among several ranks, and for `delayed`: checks under
     `delay_overflow_check`.
     """
-    if together:
+    if skips_together:
         _skip_together(optimizers, scaler, flags)
     existing = [u for g in optimizers for u in g.pending_updates if u.scaler is scaler]
     waits = delayed is not None or trains_with_others()
     if not (existing or waits):
         scaler.update(flags)
         return
-    pending_update = existing[0] if existing else Update(scaler, together)
-    pending_update.join(optimizers)
-    pending_update.add(flags)
+    pending_update = existing[0] if existing else PendingScaleUpdate(scaler, skips_together)
+    pending_update.add_optimizers(optimizers)
+    pending_update.add_flags(flags)
     if delayed is not None:
-        pending_update.delay(delayed)
+        pending_update.delay_checks(delayed)
     if not waits:
-        pending_update.make()
+        pending_update.update_scaler()
 
 
-def make_updates(gradients: Gradients) -> None:
-    """A step begins: check the gradients once more, and update the scalers by the flags."""
+def run_pending_updates(gradients: Gradients) -> None:
+    """Before a step: check the gradients once more, and update the scalers by the flags."""
     updates = list(gradients.pending_updates)
     for pending in updates:
-        pending.recheck()
+        pending.recheck_gradients()
     for pending in updates:
-        pending.make()
+        pending.update_scaler()
 
 
 def skip_together(optimizers: Sequence[Gradients]) -> None:
-    """These gradients are clipped by one norm: after an overflow in one optimizer all skip.
+    """Have all these optimizers skip after an overflow in one: one norm clips their gradients.
 
     Else a norm of inf or NaN would reach finite gradients, and their optimizer would step.
     """
@@ -205,7 +205,7 @@ def _skip_together(optimizers: Sequence[Gradients], scaler: Scaler, flags: list[
     if flags:
         found_inf = functools.reduce(either, flags)
         for gradients in optimizers:
-            gradients.record(found_inf, scaler)
+            gradients.keep_flag(found_inf, scaler)
 
 
 def drop_pending_updates(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:

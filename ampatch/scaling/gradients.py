@@ -10,12 +10,12 @@
     FOUND_INF  the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
                tensor that only the device has read
 
-    READY, UNSCALED, FOUND_INF -> SCALED   `begin`: a block opens
+    READY, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
     SCALED -> UNSCALED, FOUND_INF          `after_backward`, and after `delay_unscale`
                                            `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before             `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED        `take_found_inf`: a step, taken or skipped
-    any -> READY                           `zeroed`; `drop`: unscaling was interrupted
+    any -> READY                           `zeroed`; `drop_all`: unscaling was interrupted
 
 Earlier gradients during a block: complete ones move from `.grad` to `Block.saved`, so that new ones
 can be unscaled by themselves.  Those of `scaled` stay in `.grad`: in the block a script reduces,
@@ -65,8 +65,8 @@ class Check:
     found_inf: Flag
     scaler: Scaler
     is_all_reduced: bool  # the flag, over all processes
-    new: Flag | None  # the flag of those gradients that have come since the last step
-    is_old: bool = False  # a step has used some of the gradients before the check
+    new_found_inf: Flag | None  # the flag of those gradients that have come since the last step
+    includes_used: bool = False  # a step has used some of the gradients before the check
     is_used: bool = False  # a step has used the gradients since
 
     def joined(self, before: Check) -> Check:
@@ -75,9 +75,11 @@ class Check:
             return self
         scaler = before.scaler if before.found_inf is True else self.scaler
         is_all_reduced = self.is_all_reduced and before.is_all_reduced
-        new = self.new if before.new is None or self.new is None else either(before.new, self.new)
+        new = self.new_found_inf
+        if new is not None and before.new_found_inf is not None:
+            new = either(before.new_found_inf, new)
         found_inf = either(before.found_inf, self.found_inf)
-        return Check(found_inf, scaler, is_all_reduced, new, before.is_old)
+        return Check(found_inf, scaler, is_all_reduced, new, before.includes_used)
 
 
 class Snapshot(NamedTuple):
@@ -126,7 +128,7 @@ class Gradients:
         self.block: Block | None = None
         self.scaled: ScaledGradients | None = None
         self.check: Check | None = None  # the last one since gradients were zeroed
-        self.pending_updates: list[Any] = []  # `delayed.Update`s, made at the step
+        self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
         self.left_scaled = False  # a block for other optimizers has added scaled gradients
         self.had_block = False  # since the last step
         self.block_count = 0
@@ -161,18 +163,18 @@ class Gradients:
     # A block
 
     def before_block(self) -> None:
-        """A block begins: report gradients left scaled; recheck those that a step has used."""
+        """Before a block: report gradients left scaled; recheck those that a step has used."""
         if self.left_scaled:
             self.report_left_scaled()
         self.had_block = True
         if self.check is not None and self.check.is_used:
             self.recheck()
 
-    def with_gradients(self) -> list[Tensor]:
+    def params_with_gradients(self) -> list[Tensor]:
         """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
-    def begin(
+    def begin_block(
         self, earlier: list[Tensor], shared: ScaledGradients, unscalers: dict[int, Gradients]
     ) -> Block:
         """Open a block: gradients of `earlier` are saved in it, or stay in `.grad`, scaled."""
@@ -181,7 +183,7 @@ class Gradients:
             self._forget()
         stays = bool(earlier) and (self.scaled is not None or world_size() > 1)
         if unscalers:
-            earlier = self._own(earlier, unscalers)
+            earlier = self._own_params(earlier, unscalers)
         saved = [] if stays else [(param, param.grad) for param in earlier]
         self.block = block = Block(unscalers, saved)  # `abandon` puts these back
         self.block_count += 1
@@ -192,7 +194,7 @@ class Gradients:
             param.grad = None
         return block
 
-    def has_new(self) -> bool:
+    def has_new_gradients(self) -> bool:
         """Whether the open block has brought gradients, or has changed earlier ones."""
         before = self.block and self.block.before
         return self.has_changed_since(before) if before else self.has_gradients()
@@ -207,7 +209,7 @@ class Gradients:
         self.scaled = None
         check = self.unscale(scaler, scale, block.unscalers)
         if check is not None and not is_delayed:
-            self.keep(check)
+            self.keep_check(check)
         self.block = None
         if block.saved:
             add_back(block.saved)
@@ -226,13 +228,13 @@ class Gradients:
                 type(self.optimizer).__name__,
             )
         else:
-            for param in self._own(self.parameters(), block.unscalers):
+            for param in self._own_params(self.parameters(), block.unscalers):
                 param.grad = None
             for param, grad in block.saved:
                 param.grad = grad
         self.block = None
 
-    def drop(self) -> None:
+    def drop_all(self) -> None:
         """Drop all gradients, saved ones too: some may be unscaled and some not."""
         self.block = None
         for param in self.parameters():
@@ -247,7 +249,7 @@ class Gradients:
         Gradients that another optimizer of the block has unscaled are only checked.
         """
         params = self.parameters()
-        own = self._own(params, unscalers) if unscalers else params
+        own = self._own_params(params, unscalers) if unscalers else params
         check = self._unscale(scaler, own, scale)
         if len(own) < len(params):
             shared = [param for param in params if unscalers.get(id(param), self) is not self]
@@ -268,19 +270,21 @@ class Gradients:
         groups, are_all = flag_groups(self._process_group, grads)
         if groups:
             found_inf = share_flag(found_inf, groups, grads)
-        return Check(found_inf, scaler, are_all, new=found_inf)
+        return Check(found_inf, scaler, are_all, new_found_inf=found_inf)
 
-    def _own(self, params: Sequence[Tensor], unscalers: dict[int, Gradients]) -> list[Tensor]:
+    def _own_params(
+        self, params: Sequence[Tensor], unscalers: dict[int, Gradients]
+    ) -> list[Tensor]:
         """The `params` whose gradients this optimizer scales and unscales."""
         return [param for param in params if unscalers.get(id(param), self) is self]
 
-    def keep(self, check: Check) -> None:
-        """Remember a check until the step."""
+    def keep_check(self, check: Check) -> None:
+        """Keep a check until the step."""
         self.check = check if self.check is None else check.joined(self.check)
 
-    def record(self, found_inf: Flag, scaler: Scaler) -> None:
-        """Remember an overflow flag that not all processes have shared."""
-        self.keep(Check(found_inf, scaler, is_all_reduced=False, new=found_inf))
+    def keep_flag(self, found_inf: Flag, scaler: Scaler) -> None:
+        """Keep an overflow flag that not all processes have shared, as a check."""
+        self.keep_check(Check(found_inf, scaler, is_all_reduced=False, new_found_inf=found_inf))
 
     def recheck(self) -> Flag | None:
         """Check again those gradients that may have changed since their block ended.
@@ -303,8 +307,8 @@ class Gradients:
         if check is None:
             return None
         if earlier.is_used:
-            check.new, check.is_old = None, True
-        self.keep(check)
+            check.new_found_inf, check.includes_used = None, True
+        self.keep_check(check)
         return check.found_inf
 
     def is_left_over(self) -> bool:
@@ -313,9 +317,9 @@ class Gradients:
         False among several ranks, where gradients add up in place.  Waits for the device.
         """
         check = self.check
-        if check is None or not check.is_old:  # before a wait
+        if check is None or not check.includes_used:  # before a wait
             return False
-        return check.new is None or not is_set(check.new)
+        return check.new_found_inf is None or not is_set(check.new_found_inf)
 
     # Steps and zeroes
 
@@ -352,19 +356,19 @@ class Gradients:
     def _forget(self) -> None:
         self.check = None
         for update in self.pending_updates:
-            update.forget(self)
+            update.forget_checks(self)
 
-    # Blocks for other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
+    # Blocks of other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
 
-    def before_others(self) -> Snapshot | None:
-        """A block for another optimizer begins: the gradients as they are now, for `after_others`.
+    def before_other_block(self) -> Snapshot | None:
+        """The gradients as they are before a block of another optimizer, for `after_other_block`.
 
         None: this optimizer is in a block of its own, in another thread.
         """
         return self.snapshot() if self.block is None else None
 
-    def after_others(self, before: Snapshot | None) -> None:
-        """A block for another optimizer has ended: record whether it changed gradients of this one.
+    def after_other_block(self, before: Snapshot | None) -> None:
+        """Record whether a block of another optimizer, which has ended, changed gradients.
 
         Changes by a block of this optimizer do not count.
         """
@@ -387,8 +391,8 @@ class Gradients:
         """Log an error if gradients that another optimizer's block left scaled are to be used."""
         if self.left_scaled and self.has_gradients():
             logger.error(
-                "%s: its gradients are still scaled: an ampatch.scale_loss block reached this "
-                "optimizer but was not given it. Pass every optimizer that the loss reaches, "
+                "%s: its gradients are still scaled: an ampatch.scale_loss block that did not get "
+                "this optimizer made them. Pass every optimizer that the loss reaches, "
                 "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
                 type(self.optimizer).__name__,
             )

@@ -13,7 +13,7 @@ from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, record_skipped_step
-from .delayed import make_updates, unscale_delayed
+from .delayed import run_pending_updates, unscale_delayed
 from .gradients import Gradients, State
 from .optimizers import closures, zero
 from .optimizers.fused import skips_in_kernel
@@ -170,7 +170,7 @@ class ManagedOptimizer:
                 )
             unscale_delayed(gradients)
         if gradients.pending_updates:
-            make_updates(gradients)
+            run_pending_updates(gradients)
         else:
             gradients.recheck()
 

@@ -11,13 +11,13 @@ import torch.distributed
 from torch import Tensor
 
 from ..torch_private.dtensors import PLAIN, meshes_of
-from ..torch_private.probes import are_ranks
+from ..torch_private.probes import is_distributed
 from .scale_value import Flag
 
 
 def world_size() -> int:
     """How many processes train together; 1 without `torch.distributed`."""
-    return torch.distributed.get_world_size() if are_ranks() else 1
+    return torch.distributed.get_world_size() if is_distributed() else 1
 
 
 def trains_with_others() -> bool:
@@ -25,7 +25,7 @@ def trains_with_others() -> bool:
 
     Horovod's processes are not those of `torch.distributed`.
     """
-    if are_ranks():
+    if is_distributed():
         return torch.distributed.get_world_size() > 1
     return "horovod.torch" in sys.modules
 
@@ -56,15 +56,15 @@ def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
     return FlagGroups(list(groups), bool(groups) and world_size() in sizes)
 
 
-def share_flag(flag: Flag, groups: list[Any], near: Sequence[Tensor]) -> Flag:
+def share_flag(flag: Flag, groups: list[Any], like: Sequence[Tensor]) -> Flag:
     """The flag, set on all ranks of these process groups if it is set on one of them.
 
-    A `bool` is sent on the device of the tensors in `near`.
+    A `bool` is sent on the device of the tensors in `like`.
     """
     if isinstance(flag, Tensor):
         shared = flag
     else:
-        device = near[0].device if near else torch.device("cpu")
+        device = like[0].device if like else torch.device("cpu")
         shared = torch.tensor(float(flag), dtype=torch.float32, device=device)
     for group in groups:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .delayed import leave_scaled, unscale_at_other_scale, update
+from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
 from .gradients import Block, Gradients, ScaledGradients, Snapshot, State, unscalers_among
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
@@ -24,26 +24,25 @@ _RIGHT = (
     "loss.backward()."
 )
 _UNSCALED = (
-    "ampatch.scale_loss(loss, %s): the block has new gradients that did not come through the "
-    "scaled loss. They are not scaled: divided by the loss scale they would be far too small. "
-    "Expected a backward pass of what the block yields: " + _RIGHT + " Add another loss to "
-    "this one first, or give it a block of its own."
+    "ampatch.scale_loss(loss, %s): the block has new gradients that do not come from the scaled "
+    "loss. Divided by the loss scale they would be far too small. Write " + _RIGHT + " Add "
+    "another loss to this one first, or give it a block of its own."
 )
 _JOINT = (
-    "Expected one block for a loss of several optimizers: 'with ampatch.scale_loss(loss, "
+    "For a loss of several optimizers write one block: 'with ampatch.scale_loss(loss, "
     "[first, second]) as scaled_loss: scaled_loss.backward()'."
 )
 _OTHER_SCALE = (
     "ampatch.scale_loss(loss, %s): the block has new gradients of another block's scaled loss, "
-    "under the loss scale %g. This block would divide them by its own, %g. " + _JOINT
+    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _JOINT
 )
 _TWICE = (
     "ampatch.scale_loss(loss, %s): the loss is the scaled loss of a block around this one, so its "
     "gradients are scaled twice. " + _JOINT
 )
 _NO_BACKWARD = (
-    "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, and "
-    "has brought no gradients. Expected a backward pass of what the block yields: " + _RIGHT
+    "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, so "
+    "there are no new gradients. Write " + _RIGHT
 )
 
 
@@ -51,8 +50,8 @@ def refuse_attribute(block: object, name: str) -> NoReturn:
     """`__getattr__` of a block, which a script has taken for the scaled loss."""
     raise AttributeError(
         f"ampatch.scale_loss(...).{name}: scale_loss returns a context manager, which has no "
-        f"{name!r}; the scaled loss is what it yields. Write 'with ampatch.scale_loss(loss, "
-        "optimizer) as scaled_loss: scaled_loss.backward()'."
+        f"{name!r}. Write 'with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
+        "scaled_loss.backward()'."
     )
 
 
@@ -96,7 +95,7 @@ class _ThreadBlocks(threading.local):
         self.blocks: list[ScaledBackward] = []
 
 
-_thread = _ThreadBlocks()
+_thread_blocks = _ThreadBlocks()
 
 
 class ScaledBackward:
@@ -108,8 +107,9 @@ class ScaledBackward:
     before `__exit__` begins, the next block puts back the earlier gradients.
 
     `others` are optimizers that are not in the block; if the backward pass reaches them, they log
-    an error when they step.  `together`: after an overflow in the gradients of one optimizer all
-    of them skip.
+    an error when they step.  `skips_together`: after an overflow in the gradients of one optimizer
+    all of them skip.  `counts_passes`: the scaled loss has a hook, by which a pass from another
+    loss is refused.
     """
 
     def __init__(
@@ -120,21 +120,23 @@ class ScaledBackward:
         delay_unscale: bool,
         delay_overflow_check: bool,
         others: Sequence[ManagedOptimizer],
-        together: bool = False,
-        watches_passes: bool = True,
+        skips_together: bool = False,
+        counts_passes: bool = True,
     ) -> None:
         self._loss = loss
-        self._passes = PassCounter() if watches_passes and loss.requires_grad else None
+        self._pass_counter = PassCounter() if counts_passes and loss.requires_grad else None
         self._gradients: list[Gradients] = []
         for optimizer in optimizers:
             self._gradients.append(optimizer.gradients)
         self._others: Sequence[tuple[Gradients, Any]] = ()
         if others and not scaler.is_one:
-            self._others = [(other.gradients, other.gradients.before_others()) for other in others]
+            self._others = [
+                (other.gradients, other.gradients.before_other_block()) for other in others
+            ]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
-        self._together = together and len(self._gradients) > 1
+        self._skips_together = skips_together and len(self._gradients) > 1
         self.scale: Any = None
         self._blocks: list[Block] = []  # one for each of the optimizers
         self.scaled_loss: Tensor | None = None
@@ -145,41 +147,44 @@ class ScaledBackward:
                 if gradients.state is State.SCALED:
                     unscale_at_other_scale(gradients, self._scaler)
                 gradients.before_block()
-            earlier = [gradients.with_gradients() for gradients in self._gradients]
+            earlier = [gradients.params_with_gradients() for gradients in self._gradients]
             unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
             for gradients in reversed(self._gradients):  # what waits scaled is at the same scale
                 self._scaled = gradients.scaled or self._scaled
             for gradients, params in zip(self._gradients, earlier, strict=True):
-                self._blocks.append(gradients.begin(params, self._scaled, unscalers))
-            if self._passes is not None and scaled.requires_grad:
-                scaled.register_hook(self._passes)
+                self._blocks.append(gradients.begin_block(params, self._scaled, unscalers))
+            if self._pass_counter is not None and scaled.requires_grad:
+                scaled.register_hook(self._pass_counter)
                 self.scaled_loss = scaled
-                _thread.blocks = [*filter(ScaledBackward.is_open, _thread.blocks), self]
+                _thread_blocks.blocks = [
+                    *filter(ScaledBackward.is_open, _thread_blocks.blocks),
+                    self,
+                ]
             return scaled
         except BaseException:
             self._abandon()
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        is_unscaled = False
+        has_unscaled = False
         try:
-            is_unscaled = kind is None and self._is_unscaled()
-            if kind is not None or is_unscaled:
+            has_unscaled = kind is None and self._has_unscaled_gradients()
+            if kind is not None or has_unscaled:
                 self._abandon()
             else:
                 self._complete()
         except BaseException:
             for gradients in self._gradients:
-                gradients.drop()
+                gradients.drop_all()
             raise
         finally:
             self.scaled_loss = None
-            _thread.blocks = [block for block in _thread.blocks if block is not self]
+            _thread_blocks.blocks = [block for block in _thread_blocks.blocks if block is not self]
             for gradients, before in self._others:
-                gradients.after_others(before)
-        if is_unscaled:
+                gradients.after_other_block(before)
+        if has_unscaled:
             raise AmpatchError(_UNSCALED % self._names())
 
     __getattr__ = refuse_attribute
@@ -190,46 +195,51 @@ class ScaledBackward:
 
     def snapshot(self) -> BlockSnapshot:
         """The state that a backward pass may change."""
-        assert self._passes is not None
-        return BlockSnapshot(self, self._passes.count, [g.snapshot() for g in self._gradients])
+        assert self._pass_counter is not None
+        return BlockSnapshot(
+            self, self._pass_counter.count, [g.snapshot() for g in self._gradients]
+        )
 
-    def has_new_since(self, before: BlockSnapshot) -> bool:
-        """Whether a pass has brought the block gradients."""
+    def has_new_gradients_since(self, before: BlockSnapshot) -> bool:
+        """Whether gradients of the block's optimizers have changed."""
         pairs = zip(self._gradients, before.gradients, strict=True)
         return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
 
-    def has_passed_since(self, before: BlockSnapshot) -> bool:
-        """Whether a pass has come through the block's scaled loss."""
-        return self._passes is not None and self._passes.count > before.passes
+    def was_passed_since(self, before: BlockSnapshot) -> bool:
+        """Whether a backward pass has run through the block's scaled loss."""
+        return self._pass_counter is not None and self._pass_counter.count > before.pass_count
 
-    def check_scale(self, through: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` unless all blocks in `through` have the scale of this one.
+    def refuse_other_scales(self, passed_blocks: list[ScaledBackward]) -> None:
+        """Raise `AmpatchError` unless all blocks in `passed_blocks` have the scale of this one.
 
-        A pass through their scaled losses has brought this block gradients.
+        A pass through the scaled losses of those has changed gradients of this block.
         """
-        own, scales = float(self.scale), [float(other.scale) for other in through]
+        own, scales = float(self.scale), [float(other.scale) for other in passed_blocks]
         if not scales and own != 1.0:
             raise AmpatchError(_UNSCALED % self._names())
         for scale in scales:
             if scale != own:
                 raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own))
-        if self._passes is not None:
-            self._passes.count += 1
+        if self._pass_counter is not None:
+            self._pass_counter.count += 1
 
-    def check_scaled_once(self, through: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` if the pass from this scaled loss came through others, too."""
-        if any(float(other.scale) != 1.0 for other in through):
+    def refuse_second_scaling(self, passed_blocks: list[ScaledBackward]) -> None:
+        """Raise `AmpatchError` if the pass from this scaled loss ran through others, too."""
+        if any(float(other.scale) != 1.0 for other in passed_blocks):
             raise AmpatchError(_TWICE % self._names())
 
     def _abandon(self) -> None:
         for gradients in self._gradients:
             gradients.abandon()
 
-    def _is_unscaled(self) -> bool:
-        """Whether new gradients do not come from the scaled loss; warns where none came."""
-        if self._passes is None or self._passes.count:
+    def _has_unscaled_gradients(self) -> bool:
+        """Whether the block has gradients that did not come from the scaled loss.
+
+        Warns where it has no new gradients.
+        """
+        if self._pass_counter is None or self._pass_counter.count:
             return False
-        if any(g.has_new() for g in self._gradients):
+        if any(g.has_new_gradients() for g in self._gradients):
             return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._gradients[0].has_logged_no_backward:
             self._gradients[0].has_logged_no_backward = True
@@ -262,9 +272,11 @@ class ScaledBackward:
         if not isinstance(scaler, DynamicScaler):
             return
         has_pending = any(g.pending_updates for g in self._gradients)
-        if has_pending or is_delayed or self._together or trains_with_others():
+        if has_pending or is_delayed or self._skips_together or trains_with_others():
             delayed = checks if is_delayed else None
-            update(scaler, self._gradients, flags, delayed=delayed, together=self._together)
+            update_now_or_at_step(
+                scaler, self._gradients, flags, delayed=delayed, skips_together=self._skips_together
+            )
         else:
             scaler.update(flags)
 
@@ -273,17 +285,17 @@ class BlockSnapshot(NamedTuple):
     """An open block at the start of a backward pass."""
 
     block: ScaledBackward
-    passes: int
+    pass_count: int
     gradients: list[Snapshot]
 
 
 def pass_begins(root: Any) -> Callable[[], None] | None:
-    """A backward pass begins, from a tensor or several; returns the check to call at its end.
+    """Call it before a backward pass from `root`, a tensor or several; returns the check for after.
 
     None: no block is open, or `root` is the scaled loss of the only one, or another pass of the
     thread encloses this one.
     """
-    blocks = _thread.blocks
+    blocks = _thread_blocks.blocks
     if not blocks or (len(blocks) == 1 and root is blocks[0].scaled_loss):
         return None
     if current_backward_pass() != -1:
@@ -293,14 +305,14 @@ def pass_begins(root: Any) -> Callable[[], None] | None:
 
 
 def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
-    """Raise `AmpatchError` where a block has gradients that it would not unscale rightly."""
-    through = [before.block for before in snapshots if before.block.has_passed_since(before)]
+    """Raise `AmpatchError` where a block has gradients that are not at its own scale."""
+    passed_blocks = [before.block for before in snapshots if before.block.was_passed_since(before)]
     for before in snapshots:
         block = before.block
         if root is block.scaled_loss:
-            block.check_scaled_once([other for other in through if other is not block])
-        if block not in through and block.has_new_since(before):
-            block.check_scale(through)
+            block.refuse_second_scaling([other for other in passed_blocks if other is not block])
+        if block not in passed_blocks and block.has_new_gradients_since(before):
+            block.refuse_other_scales(passed_blocks)
 
 
 def with_sharers(

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
-from ..torch_private.devices import LateCopy, is_captured
+from ..torch_private.devices import AsyncCopy, is_captured
 from .gradients import Gradients
-from .unscaling import values
+from .unscaling import real_values
 
 _SHOWN = 5  # parameters named
 _STREAK = 10  # skips in a row; from here on not each one is logged
@@ -42,7 +42,7 @@ class StepCounter:
         self._taken = self._skipped = self._in_a_row = 0  # until a device counts
         self._on_device: Tensor | None = None  # all steps, the skipped ones, those in a row
         self._elements: list[Tensor] = []  # its three elements
-        self._copy: LateCopy | None = None
+        self._copy: AsyncCopy | None = None
         self._since_copy = 0  # steps since the last copy
         self._reported = 0  # of the skipped steps, how many `unreported` has returned
 
@@ -96,7 +96,7 @@ class StepCounter:
         if is_captured(on_device):
             return None
         if self._copy is None and self._since_copy >= limit // 4:
-            self._copy, self._since_copy = LateCopy(on_device), 0
+            self._copy, self._since_copy = AsyncCopy(on_device), 0
         if self._copy is None or (numbers := self._copy.value()) is None:
             return None
         self._copy = None
@@ -118,10 +118,10 @@ class SessionView(Protocol):
     def wants_blocks(self) -> bool:
         """Whether steps are to come after `scale_loss`."""
 
-    def names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
         """Module paths of the models' parameters, by ids of the parameters."""
 
-    def converted(self) -> set[int]:
+    def converted_ids(self) -> set[int]:
         """Ids of the parameters that a level has made half."""
 
 
@@ -182,7 +182,7 @@ class StepReports:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
-                *(streak, self._name, _LEFT_OVER, self._nonfinite_grads(session.names())),
+                *(streak, self._name, _LEFT_OVER, self._nonfinite_grads(session.parameter_names())),
             )
         elif streak >= session.max_skips > streak - new:
             logger.error(
@@ -191,14 +191,14 @@ class StepReports:
                 "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
-                *(streak, self._name, self._nonfinite_grads(session.names())),
+                *(streak, self._name, self._nonfinite_grads(session.parameter_names())),
             )
 
     def _nonfinite_grads(self, names: dict[int, str]) -> str:
         bad = [
             names.get(id(param), path)
             for path, param in self._params_with_paths()
-            if param.grad is not None and not bool(torch.isfinite(values(param.grad)).all())
+            if param.grad is not None and not bool(torch.isfinite(real_values(param.grad)).all())
         ]
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         return (
@@ -226,7 +226,7 @@ class StepReports:
         """Name parameters that have become half since `initialize`, and not by a level."""
         if not (params := self._newly_half()):
             return
-        names, converted = session.names(), session.converted()
+        names, converted = session.parameter_names(), session.converted_ids()
         for path, param in params:
             if id(param) not in converted:
                 logger.warning(
@@ -258,4 +258,4 @@ class StepReports:
 
 def _is_not_finite(loss: Tensor) -> bool:
     """Whether a loss is inf or NaN; a loss on the CPU needs no wait."""
-    return not torch.isfinite(values(loss)).all().tolist()
+    return not torch.isfinite(real_values(loss)).all().tolist()

@@ -35,7 +35,7 @@ def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
     if at_once and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
         return found_inf
     inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
-    for device, group in _alike(grads):
+    for device, group in _kernel_groups(grads):
         local = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
         check_and_unscale_(group, local, inverse.to(device))
         if local is not found_inf:
@@ -49,7 +49,7 @@ def multiply_(grads: list[Tensor], factor: Any) -> None:
     On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  A
     tensor keeps its own.
     """
-    for device, group in _alike(grads):
+    for device, group in _kernel_groups(grads):
         if isinstance(factor, Tensor):
             foreach.mul_(group, factor.to(device))
         elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
@@ -76,8 +76,8 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
         foreach.add_(earlier, more)
 
 
-def _alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors behind gradients (`values`), in lists that one kernel takes together."""
+def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    """The tensors behind gradients (`real_values`), in lists that one kernel takes together."""
     if (
         set(map(type, grads)) == {Tensor}
         and (len(grads) == 1 or all(map(_is_cpu, grads)))
@@ -86,12 +86,12 @@ def _alike(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
     ):  # the usual case, without a look at each
         return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
-    for grad in map(values, grads):
+    for grad in map(real_values, grads):
         groups.setdefault((grad.device, type(grad)), []).append(grad)
     return [(device, group) for (device, _), group in groups.items()]
 
 
-def values(grad: Tensor) -> Tensor:
+def real_values(grad: Tensor) -> Tensor:
     """The tensor of real numbers that a gradient consists of.
 
     The values of a sparse gradient, the local tensor of a DTensor, the real and imaginary parts of

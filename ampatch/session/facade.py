@@ -19,7 +19,7 @@ from ..casting.autocast_interop import silence
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
-from ..casting.places import has, raw_attribute
+from ..casting.places import exists, raw_attribute
 from ..casting.places import resolve as resolve_namespace
 from ..config.opt_levels import Properties
 from ..models.values import map_tensors, tensors_within
@@ -96,11 +96,11 @@ def open_automatic_session(properties: Properties) -> tuple[Session, OutermostFo
 @contextlib.contextmanager
 def with_apex_tables() -> Iterator[None]:
     """Context manager: sessions that open inside it follow apex's tables."""
-    registry.opens_as_apex = True
+    registry.opens_with_apex_tables = True
     try:
         yield
     finally:
-        registry.opens_as_apex = False
+        registry.opens_with_apex_tables = False
 
 
 def release_model(model: nn.Module) -> None:
@@ -157,4 +157,4 @@ def listed_function(where: str, name: str) -> Any:
 
     A static method is returned as such, not as the function inside.
     """
-    return raw_attribute(resolve_namespace(where), name) if has(where, name) else None
+    return raw_attribute(resolve_namespace(where), name) if exists(where, name) else None

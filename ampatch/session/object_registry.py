@@ -61,10 +61,10 @@ class ObjectRegistry(Generic[Session]):
         """As `find`, for an optimizer, or for an object of a framework that stands for one."""
         entry = self.find(optimizer)
         if entry is None:
-            entry = self.find(self.optimizer_behind(optimizer))
+            entry = self.find(self.unwrapped_optimizer(optimizer))
         return None if entry is None or isinstance(entry[1], ManagedModel) else entry
 
-    def optimizer_behind(self, optimizer: Any) -> Any:
+    def unwrapped_optimizer(self, optimizer: Any) -> Any:
         """The optimizer of a session that `optimizer` stands for, else `optimizer` itself.
 
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer

@@ -15,11 +15,11 @@ from ..casting.arguments import tensors_in
 from ..casting.calls import CastState
 from ..casting.policy import Policy
 from ..casting.rules import Choose, dtype_of
-from ..casting.special_ops import record_attention
+from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
-from ..models.managed_model import Slots
+from ..models.managed_model import SlotsById
 from ..models.module_overrides import ModuleOverride
-from ..torch_private.devices import device_types, devices_to_start_from
+from ..torch_private.devices import device_types, initial_cast_devices
 from ..torch_private.probes import current_backward_pass
 
 
@@ -41,14 +41,14 @@ class Policies:
             half_to=self.half,
             functions=functions,
             allow_banned=properties.allow_banned,
-            devices=devices_to_start_from(),
+            devices=initial_cast_devices(),
         )
         self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
         for policy in (self.tables, self.mixed_dtypes):
-            record_attention(policy, state)
+            prepare_attention(policy, state)
         self.cache = self.tables.cache
 
-    def in_models(self) -> Policy | None:
+    def policy_of_models(self) -> Policy | None:
         """What casts in the models: the tables, or nothing."""
         return self.tables if self._properties.patch_torch_functions else None
 
@@ -57,8 +57,8 @@ class Policies:
         properties, policy = self._properties, None
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
-            policy = self.tables.forced(dtype)
-            record_attention(policy, self._state)
+            policy = self.tables.casting_all_to(dtype)
+            prepare_attention(policy, self._state)
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
@@ -72,11 +72,11 @@ class Policies:
 
     def cast_on_accelerators(self) -> None:
         """Without models: cast on all accelerators, and on the devices of `cast_on`."""
-        self.tables.devices = devices_to_start_from()
+        self.tables.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
 
-def outside_passes(policy: Policy) -> Policy:
+def outside_backward(policy: Policy) -> Policy:
     """This policy, except that nothing is cast in a backward pass: hooks compute there."""
     condition = policy.condition
 
@@ -88,12 +88,12 @@ def outside_passes(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited(policy: Policy, slot_maps: Sequence[Slots]) -> Policy:
+def limited_to_slots(policy: Policy, slot_maps: Sequence[SlotsById]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, condition=_touches(slot_maps))
+    return dataclasses.replace(policy, condition=_has_half_or_parameter(slot_maps))
 
 
-def _touches(slot_maps: Sequence[Slots]) -> Callable[[tuple, dict], bool]:
+def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
         for slots in slot_maps:
             slot = slots.get(id(tensor))

@@ -21,7 +21,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
 from .object_registry import Entries, ObjectRegistry, alive
 from .observers import Observers
-from .policies import Policies, has_mixed_dtypes, limited, outside_passes
+from .policies import Policies, has_mixed_dtypes, limited_to_slots, outside_backward
 from .torch_tools import TorchTools
 
 
@@ -60,14 +60,14 @@ class Registry(Generic[Session]):
     `objects` finds the session and the managed counterpart of a model or an optimizer.
     """
 
-    def __init__(self, ask_state: Callable[[], CastState]) -> None:
+    def __init__(self, get_state: Callable[[], CastState]) -> None:
         self.sessions: list[Session] = []
         self.state = CastState()
-        self.installation = Installation(self.state, ask_state)
+        self.installation = Installation(self.state, get_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
         self.objects: ObjectRegistry[Session] = ObjectRegistry()
-        self.opens_as_apex = False  # sessions that open now follow apex's tables
+        self.opens_with_apex_tables = False  # sessions that open now follow apex's tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
@@ -196,7 +196,7 @@ class Registry(Generic[Session]):
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process = self.state.in_half_models = None
+        self.state.process_policy = self.state.in_half_models = None
         if self.sessions:
             self._tools.put_in()
         if tables_change:
@@ -205,15 +205,15 @@ class Registry(Generic[Session]):
                 installed.install(has_tables, overridden)
             if has_tables:
                 self.user_functions.put_all()
-        self.state.process = self._outside(casting)
+        self.state.process_policy = self._process_policy(casting)
         by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
         self.state.in_half_models = by_init[-1] if by_init else None
         for managed in self.models() if has_rows else ():
-            managed.held.put_in(installed.replacements)
+            managed.held_functions.put_in(installed.replacements)
         if not self.sessions:
             self._tools.take_out()
 
-    def _outside(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
+    def _process_policy(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """The policy outside managed forwards; `casting` are the sessions that cast calls.
 
         The session opened last decides whether every call of the process is cast.  If it has
@@ -228,8 +228,10 @@ class Registry(Generic[Session]):
             policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = alive(*[each.model_entries for each, _ in casting])
-            policy = limited(policy, [each.slots for each in models if each.policy is not None])
-        return outside_passes(policy)
+            policy = limited_to_slots(
+                policy, [each.slots for each in models if each.policy is not None]
+            )
+        return outside_backward(policy)
 
     def _overridden(self) -> dict[Any, bool]:
         """The functions with overrides, and whether they run in FP32 inside at every level."""
@@ -270,5 +272,5 @@ class Registry(Generic[Session]):
 
     def _take_out_tables(self) -> None:
         for managed in self.models():
-            managed.held.take_out()
+            managed.held_functions.take_out()
         self.installation.undo()

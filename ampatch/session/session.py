@@ -72,7 +72,7 @@ class Session:
         self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
         self.observers = registry.observers
         self.max_skips = properties.max_consecutive_skips
-        self.scalers = _scalers(properties, properties.num_losses)
+        self.scalers = _make_scalers(properties, properties.num_losses)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
         self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
@@ -121,12 +121,12 @@ class Session:
         """Whether every model and optimizer was released again; collected ones were not."""
         return self._had_members and not any(self._entries)
 
-    def _join(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+    def _add_member(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
             del entries[key]
         entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _leave(self, entries: Entries[Any], *keys: int) -> None:
+    def _remove_members(self, entries: Entries[Any], *keys: int) -> None:
         for key in keys:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
@@ -147,7 +147,7 @@ class Session:
             self.is_open = True
             registry.add(self)
             notify()
-            self._fit_optimizers()
+            self._fit_optimizer_states()
         except BaseException:
             self.close()
             raise
@@ -156,7 +156,7 @@ class Session:
         """Manage more models and optimizers; on an exception none of them."""
         try:
             self._manage_all(models, optimizers)
-            self._fit_optimizers()
+            self._fit_optimizer_states()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for member in (*optimizers, *models):
@@ -169,7 +169,7 @@ class Session:
         self._had_members |= bool(optimizers)
         if not self.properties.enabled:  # models alone wait for their optimizers
             for optimizer in optimizers:
-                self._join(self.unmanaged_entries, optimizer, optimizer)
+                self._add_member(self.unmanaged_entries, optimizer, optimizer)
             return
         self._had_members |= bool(models)
         for model in models:
@@ -183,13 +183,13 @@ class Session:
         undo.do(registry.observers.notify, "on_close", self)
         changed: set[int] = set()
         for managed in self.models:
-            changed |= managed.converted()
+            changed |= managed.converted_ids()
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
-            undo.do(_fit, optimizer, changed)
+            undo.do(_fit_optimizer_state, optimizer, changed)
         for entries in self._entries:
-            self._leave(entries, *entries)
+            self._remove_members(entries, *entries)
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
@@ -199,37 +199,37 @@ class Session:
         entries: Entries[Any] = next((each for each in self._entries if id(obj) in each), {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
-            changed = managed.converted()
+            changed = managed.converted_ids()
             managed.uninstall()
             for optimizer in self.optimizers:
-                _fit(optimizer, changed)
+                _fit_optimizer_state(optimizer, changed)
         elif isinstance(managed, ManagedOptimizer):
             managed.uninstall()
-        self._leave(entries, id(obj))
+        self._remove_members(entries, id(obj))
 
     def policy(self) -> Policy | None:
         """The policy by which this session casts calls; None: it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
         if not self.model_entries:
-            return self.policies.in_models()
+            return self.policies.policy_of_models()
         inside = [managed.policy for managed in self.models if managed.policy is not None]
         return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
 
-    def _fit_optimizers(self) -> None:
+    def _fit_optimizer_states(self) -> None:
         """Cast the optimizers' states to their parameters' dtypes; nothing is undone after this."""
         models, optimizers = self.models, self.optimizers
-        converted = self.converted()
+        converted = self.converted_ids()
         for optimizer in optimizers:
-            _fit(optimizer, converted, optimizer.replaced_state)
+            _fit_optimizer_state(optimizer, converted, optimizer.replaced_state)
         for model in models:
             model.forget_originals()
         for optimizer in optimizers:
             optimizer.replaced_state.clear()
 
-    def converted(self) -> set[int]:
+    def converted_ids(self) -> set[int]:
         """Ids of the tensors whose dtype a level has changed."""
-        return {key for managed in self.models for key in managed.converted()}
+        return {key for managed in self.models for key in managed.converted_ids()}
 
     # Models
 
@@ -242,13 +242,13 @@ class Session:
             properties,
             self,
             state=registry.state,
-            policy=self.policies.in_models(),
+            policy=self.policies.policy_of_models(),
             overrides=[
                 self.policies.module_override(module, precision)
                 for module, precision in overridden.items()
             ],
         )
-        self._join(self.model_entries, model, managed)
+        self._add_member(self.model_entries, model, managed)
         if properties.uses_half_copies:
             registry.restore_shared(model)
         managed.convert(stays_float)
@@ -260,7 +260,7 @@ class Session:
         """Forget the half copies of weights that O1 has cached."""
         weight_cache.forget_all()
 
-    def names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
         return {
             id(parameter): name
@@ -288,13 +288,13 @@ class Session:
     def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
-        self._join(self.optimizer_entries, optimizer, managed)
+        self._add_member(self.optimizer_entries, optimizer, managed)
         managed.install()
         return managed
 
     def add_scalers(self, count: int) -> range:
         """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
-        self.scalers += _scalers(self.properties, count)
+        self.scalers += _make_scalers(self.properties, count)
         return range(len(self.scalers) - count, len(self.scalers))
 
     # Training
@@ -311,7 +311,7 @@ class Session:
         scaler, observers = self.scalers[loss_id], registry.observers
         for entry in list(self.model_entries.values()):
             model = entry()
-            if model is not None and model.frame is not None and not model.frame.is_in_place():
+            if model is not None and model.frame is not None and not model.frame.is_installed():
                 model.warn_of_lost_frame(
                     param for optimizer in managed for param in optimizer.parameters()
                 )
@@ -327,8 +327,8 @@ class Session:
             managed, others = self._partners(managed)
             block = ScaledBackward(
                 *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
-                together=self.has_apex_tables,
-                watches_passes=not self.scales_by_itself,
+                skips_together=self.has_apex_tables,
+                counts_passes=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block
 
@@ -381,11 +381,11 @@ class Session:
             if id(managed.model) not in self.model_entries:
                 self._manage_model(managed.model)
         for optimizer in unmanaged:
-            self._join(self.unmanaged_entries, optimizer, optimizer)
+            self._add_member(self.unmanaged_entries, optimizer, optimizer)
         for managed_optimizer in optimizers:
-            self._join(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
+            self._add_member(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
             managed_optimizer.reinstall()
-        self._fit_optimizers()
+        self._fit_optimizer_states()
         registry.refresh()
 
 
@@ -410,14 +410,16 @@ def taken_over(*objs: Any) -> Iterator[None]:
         raise
 
 
-def _fit(managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None) -> None:
+def _fit_optimizer_state(
+    managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None
+) -> None:
     """Cast the optimizer's state of these parameters (ids) to their present dtypes."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
         zero.rebuild_buckets(managed.optimizer)
 
 
-def _scalers(properties: Properties, count: int) -> list[Any]:
+def _make_scalers(properties: Properties, count: int) -> list[Any]:
     is_needed = properties.opt_level != "O0" and properties.dtype is torch.float16
     settings = dataclasses.asdict(properties.scale_settings)
     return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]

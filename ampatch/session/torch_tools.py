@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..casting import autocast_kernels, context_propagation, weight_cache
-from ..casting.calls import CastState, here
+from ..casting.calls import CastState, thread_calls
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
 from ..casting.places import give_back, rebind
@@ -24,7 +24,7 @@ from ..interop import (
     torchscript,
 )
 from ..models import own_frame
-from ..models.half_copy_swaps import parameter_behind, record_values
+from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import skip_together, unscale_to_clip
 from ..scaling.optimizer import ManagedOptimizer
@@ -108,10 +108,10 @@ class TorchTools:
             *torchscript.replacements(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
-            *context_propagation.functions(state),
+            *context_propagation.custom_functions(state),
             # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
             # scale_loss blocks look on
-            *backward_passes.replacements(self._record_request, pass_begins),
+            *backward_passes.replacements(self._record_wanted_grads, pass_begins),
             # operators with a kernel for autocast run inside torch's own
             *autocast_kernels.replacements(state),
             # replicas of DataParallel have the casts of the call
@@ -126,10 +126,10 @@ class TorchTools:
             # copies, pickles and replicas of modules have frames of their own, or none
             *own_frame.copying_methods(),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_with, self._is_relied_on),
+            *module_dtype.replacements(self._model_sharing_tensors, self._is_relied_on),
         ]
 
-    def _model_with(self, module: nn.Module) -> nn.Module | None:
+    def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for managed in self._members.models():
@@ -140,7 +140,7 @@ class TorchTools:
 
     def _is_relied_on(self, tensor: Tensor) -> bool:
         """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
-        if parameter_behind(tensor) is not None:  # within the forward
+        if parameter_of_copy(tensor) is not None:  # within the forward
             return True
         return any(managed.had_at_start(tensor) for managed in self._members.models()) or any(
             param is tensor
@@ -148,14 +148,14 @@ class TorchTools:
             for param in optimizer.parameters()
         )
 
-    def _record_request(self, tensors: list[Tensor]) -> bool:
-        """Gradients of these tensors are asked for: see `WeightUseOrder.record_request`."""
-        if here.stack:
-            behind = map(parameter_behind, tensors)
+    def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
+        """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
+        if thread_calls.stack:
+            behind = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in behind if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
         for managed in self._members.models():
-            may_share |= managed.record_request(wanted)
+            may_share |= managed.record_wanted_grads(wanted)
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
@@ -182,5 +182,5 @@ def _on_data_access(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: a write through it raises no version."""
     if isinstance(tensor, nn.Parameter):
         weight_cache.forget(tensor)
-    elif here.stack:
+    elif thread_calls.stack:
         record_values(tensor)

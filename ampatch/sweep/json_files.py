@@ -1,7 +1,7 @@
-"""Files that a reader finds whole or not at all, and JSON with inf and NaN.
+"""Files that are written completely or not at all, and JSON with inf and NaN.
 
-JSON has no NaN and no infinity; they are written as the strings "nan", "inf"
-and "-inf".  `restored` makes numbers of them again, and dataclasses of dictionaries.
+JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf".
+`restored` converts them back, and dictionaries to dataclasses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` so that a reader finds the whole file or none."""
+    """Write `data`; a reader finds the whole file or none."""
     text = json.dumps(plain(data), indent=1, allow_nan=False)
     write_whole(path, text + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` so that a reader finds the whole file or none."""
+    """Write `text`; a reader finds the whole file or none."""
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
@@ -37,7 +37,7 @@ def read_json(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as dictionaries, non-finite floats and paths as text."""
+    """`value` for JSON: dataclasses as dictionaries, non-finite floats and paths as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Path):
@@ -52,14 +52,14 @@ def plain(value: Any) -> Any:
 
 
 def restored(kind: Any, data: Any) -> Any:
-    """The value of type `kind` (a dataclass, or what one has as a field) of its JSON."""
+    """The value of type `kind` (a dataclass or the type of a field) from its JSON."""
     make = _maker(kind)
     return data if make is None else make(data)
 
 
 @functools.cache
 def _maker(kind: Any) -> Callable[[Any], Any] | None:
-    """What makes a value of this type of its JSON; None where JSON has the value itself."""
+    """The function from JSON to a value of this type; None if JSON has the value itself."""
     if kind in (float, Path):
         return kind
     if dataclasses.is_dataclass(kind):

@@ -24,14 +24,14 @@ LATE = "ampatch.initialize was called after an optimizer step"
 
 
 class Framework(NamedTuple):
-    """A framework that runs training loops, and how ampatch comes in.
+    """A framework that runs training loops, and how a script uses ampatch with it.
 
-    `lines` turn ampatch on in a script, with its settings after the arguments that it gives; ""
-    where the script calls `initialize`.  `integration` is the module that calls it otherwise.
+    `lines` turn ampatch on in a script, with settings after its own arguments; "" if the script
+    calls `initialize`.  Otherwise the module `integration` calls it.
     """
 
     modules: tuple[str, ...]  # in which its loops are
-    shown: str
+    title: str
     integration: str = ""
     lines: str = ""
 
@@ -73,7 +73,7 @@ FRAMEWORKS = {
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
 }
-"""A framework that calls others comes before them."""
+"""A framework that calls another comes before it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Kind:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is known that the script calls no `initialize` by itself."""
+        """Whether the script is known to call no `initialize` itself."""
         return self.name not in ("", AMPATCH)
 
     def line(self, settings: Sequence[str]) -> str:
@@ -108,8 +108,8 @@ class Kind:
 
     @property
     def needs(self) -> str:
-        """Why such a script has no O2 and O3, and what has to be written for them."""
-        lacking = "O2 and O3" if self.places else "O2, O3 or the row autocast"
+        """Why such a script has no O2 and O3, and which lines it needs for them."""
+        missing = "O2 and O3" if self.places else "O2, O3 or the row autocast"
         more = (
             ", and instead of create_supervised_trainer: "
             "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
@@ -117,16 +117,16 @@ class Kind:
         )
         return (
             "Without a call of initialize ampatch does not know which module is the model: it can "
-            f"run O0 and O1, but not {lacking}. To have them, import ampatch, and write after the "
+            f"run O0 and O1, but not {missing}. To have them, import ampatch, and write after the "
             "model and the optimizer: model, optimizer = ampatch.initialize(model, optimizer); and "
             "instead of loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
             "scaled_loss.backward()" + more * (self.framework == "ignite")
         )
 
-    def in_words(self) -> str:
-        """What was found and what follows, without the script's name."""
-        shown = self.framework and FRAMEWORKS[self.framework].shown
-        loop = f", in a training loop of {shown}" if shown else ""
+    def description(self) -> str:
+        """What the script has and what follows, as a sentence without its subject."""
+        title = self.framework and FRAMEWORKS[self.framework].title
+        loop = f", in a training loop of {title}" if title else ""
         if self.name == AMPATCH:
             return f"calls initialize of ampatch or apex{loop}"
         if not self.places:

@@ -17,11 +17,11 @@ from ampatch.errors import did_you_mean
 ROUNDS = 3
 ENGINES = ("local", "ray")
 SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-OF_ONE_CALL = ("out", "resume", "overwrite")  # say nothing of how a sweep runs
-AMOUNTS = ("seeds", "rounds", "budget")  # whose values in force the plan of a sweep keeps
+NOT_RECORDED = ("out", "resume", "overwrite")  # do not change how trials run
+SIZE_OPTIONS = ("seeds", "rounds", "budget")  # a resumed sweep has them in its plan
 
 
-def _shown(
+def _option(
     metavar: str | None = None,
     *,
     parse: Callable[[str], Any] = str,
@@ -30,10 +30,10 @@ def _shown(
     only_for: tuple[str, ...] = ENGINES,
     kept: bool = False,
 ) -> dict[str, Any]:
-    """How `ampatch sweep` shows a field: as the option `flag`, by default named as the field is.
+    """The metadata of a field that is an option of `ampatch sweep`; `flag` defaults to its name.
 
-    `first`: among those that a first sweep may need.  `only_for` are the engines that it has a
-    meaning for; a resumed sweep must share what is `kept`.
+    `first`: shown among the options for a first sweep.  `only_for`: the engines that have it.
+    `kept`: a resumed sweep must have the same value.
     """
     return {
         "metavar": metavar,
@@ -62,10 +62,10 @@ class SweepOptions:
             start(text, off, writes), where `writes` is true on the first rank
         files: names of files that the caller adds to the folder of the sweep
         tuning: the options of `ampatch tune` if it runs the sweep, for the record
-        levels: some of O0,O1,O2,O3 (default: all for SCRIPT)
-        dtypes: float16,bfloat16 (default: those fast here)
-        seeds: run seeds 0 to N-1 (default: by the budget)
-        budget: for the sweep (default: 10; none with --seeds)
+        levels: some of O0,O1,O2,O3 (default: all that can run)
+        dtypes: float16,bfloat16 (default: those that are fast)
+        seeds: run seeds 0 to N-1 (default: as time allows)
+        budget: time limit (default: 10; none with --seeds)
         metrics: search the output: 'accuracy=acc: (\S+)'
         margin: the difference from O0 that matters (default: 1%)
         out: folder of results (default: ampatch-sweep/NAME)
@@ -77,17 +77,17 @@ class SweepOptions:
         rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
         judge: the metric to compare (default: the first one)
-        better: lower or higher (default: by its name)
+        better: NAME=lower or NAME=higher (default: by NAME)
         timeout: end a run that takes longer, and continue
         devices: run one trial at a time on each device
-        jobs: run N trials at a time, for accuracy
+        jobs: run N trials for accuracy at a time
         nproc_per_node: start each trial with torchrun
         in_copy: run trials in copies of the folder, or not
-        cold: import all modules anew in each trial
+        cold: start a new Python for each trial
         engine: run trials on this machine, or on Ray
-        address: of a Ray cluster; auto finds a running one
-        gpus_per_trial: on Ray (default: 1 a process)
-        cpus_per_trial: on Ray (default: all of a node)
+        address: address of a Ray cluster; auto finds a running one
+        gpus_per_trial: GPUs on Ray (default: 1 per process)
+        cpus_per_trial: CPUs on Ray (default: 1 with GPUs, or a node)
     """
 
     module: bool = False
@@ -98,41 +98,41 @@ class SweepOptions:
     probe: tuple[str, str] | None = None
     files: Sequence[str] = ()
     tuning: dict[str, Any] = field(default_factory=dict)
-    levels: list[str] | None = field(default=None, metadata=_shown(first=True))
-    dtypes: list[str] | None = field(default=None, metadata=_shown(first=True))
-    seeds: int | None = field(default=None, metadata=_shown("N", parse=int, first=True))
+    levels: list[str] | None = field(default=None, metadata=_option(first=True))
+    dtypes: list[str] | None = field(default=None, metadata=_option(first=True))
+    seeds: int | None = field(default=None, metadata=_option("N", parse=int, first=True))
     budget: float | None = field(
-        default=None, metadata=_shown("MINUTES", parse=float, first=True, only_for=("local",))
+        default=None, metadata=_option("MINUTES", parse=float, first=True, only_for=("local",))
     )
     metrics: dict[str, str] = field(
-        default_factory=dict, metadata=_shown("NAME=REGEX", flag="--metric", first=True)
+        default_factory=dict, metadata=_option("NAME=REGEX", flag="--metric", first=True)
     )
-    margin: str | None = field(default=None, metadata=_shown("NUMBER|PERCENT%", first=True))
-    out: Any = field(default=None, metadata=_shown("DIR", first=True))
-    resume: bool = field(default=False, metadata=_shown(first=True))
-    overwrite: bool = field(default=False, metadata=_shown(first=True))
-    overrides: list[str] = field(default_factory=list, metadata=_shown("ROW", flag="--with"))
-    autocast: bool = field(default=True, metadata=_shown())
-    override_seeds: bool = field(default=False, metadata=_shown(kept=True))
-    rounds: int | None = field(default=None, metadata=_shown("N", parse=int))
-    steps: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
-    judge: str | None = field(default=None, metadata=_shown("NAME"))
-    better: dict[str, str] = field(default_factory=dict, metadata=_shown("NAME=WAY"))
-    timeout: float | None = field(default=None, metadata=_shown("SECONDS", parse=float))
+    margin: str | None = field(default=None, metadata=_option("NUMBER|PERCENT%", first=True))
+    out: Any = field(default=None, metadata=_option("DIR", first=True))
+    resume: bool = field(default=False, metadata=_option(first=True))
+    overwrite: bool = field(default=False, metadata=_option(first=True))
+    overrides: list[str] = field(default_factory=list, metadata=_option("ROW", flag="--with"))
+    autocast: bool = field(default=True, metadata=_option())
+    override_seeds: bool = field(default=False, metadata=_option(kept=True))
+    rounds: int | None = field(default=None, metadata=_option("N", parse=int))
+    steps: int | None = field(default=None, metadata=_option("N", parse=int, kept=True))
+    judge: str | None = field(default=None, metadata=_option("NAME"))
+    better: dict[str, str] = field(default_factory=dict, metadata=_option("NAME=WAY"))
+    timeout: float | None = field(default=None, metadata=_option("SECONDS", parse=float))
     devices: tuple[str, ...] = field(
-        default=(), metadata=_shown("cuda:0,cuda:1", only_for=("local",))
+        default=(), metadata=_option("cuda:0,cuda:1", only_for=("local",))
     )
-    jobs: int | None = field(default=None, metadata=_shown("N", parse=int))
-    nproc_per_node: int | None = field(default=None, metadata=_shown("N", parse=int, kept=True))
-    in_copy: bool | None = field(default=None, metadata=_shown(parse=bool, only_for=("local",)))
-    cold: bool = field(default=False, metadata=_shown())
-    engine: str = field(default="local", metadata=_shown("|".join(ENGINES)))
-    address: str | None = field(default=None, metadata=_shown(only_for=("ray",)))
+    jobs: int | None = field(default=None, metadata=_option("N", parse=int))
+    nproc_per_node: int | None = field(default=None, metadata=_option("N", parse=int, kept=True))
+    in_copy: bool | None = field(default=None, metadata=_option(parse=bool, only_for=("local",)))
+    cold: bool = field(default=False, metadata=_option())
+    engine: str = field(default="local", metadata=_option("|".join(ENGINES)))
+    address: str | None = field(default=None, metadata=_option(only_for=("ray",)))
     gpus_per_trial: float | None = field(
-        default=None, metadata=_shown("N", parse=float, only_for=("ray",))
+        default=None, metadata=_option("N", parse=float, only_for=("ray",))
     )
     cpus_per_trial: int | None = field(
-        default=None, metadata=_shown("N", parse=int, only_for=("ray",))
+        default=None, metadata=_option("N", parse=int, only_for=("ray",))
     )
 
     def __post_init__(self) -> None:
@@ -169,10 +169,10 @@ class SweepOptions:
         names = [option.name for option in dataclasses.fields(self) if option.metadata.get("kept")]
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
 
-    def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of `names` that say how the sweep runs, as JSON has them."""
-        shown = {"tuning"} | {option.name for option in of_command()} - set(OF_ONE_CALL)
-        values = {name: getattr(self, name) for name in names if name in shown}
+    def to_record(self, names: Iterable[str]) -> dict[str, Any]:
+        """The options of these names that a record has, as JSON has them."""
+        recorded = {"tuning"} | {option.name for option in command_options()} - set(NOT_RECORDED)
+        values = {name: getattr(self, name) for name in names if name in recorded}
         if "devices" in values:
             values["devices"] = list(self.devices)
         return {name: value for name, value in values.items() if value not in (None, [], {})}
@@ -207,14 +207,14 @@ class SweepOptions:
 
     def _check_metrics(self) -> None:
         for name, pattern in self.metrics.items():
-            said = f"--metric {name}={pattern}"
+            option = f"--metric {name}={pattern}"
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
-                raise ValueError(f"{said}: no regular expression: {error}.") from None
+                raise ValueError(f"{option}: no regular expression: {error}.") from None
             if groups != 1:
                 raise ValueError(
-                    f"{said}: expected one group in parentheses around the number, such as "
+                    f"{option}: expected one group in parentheses around the number, such as "
                     rf"{name}=accuracy (\S+); there are {groups}."
                 )
         for name, way in self.better.items():
@@ -246,48 +246,53 @@ class SweepOptions:
             )
 
 
-def of_command() -> list[dataclasses.Field[Any]]:
+def command_options() -> list[dataclasses.Field[Any]]:
     """The fields that are options of `ampatch sweep`, in their order."""
     return [option for option in dataclasses.fields(SweepOptions) if option.metadata]
 
 
-def going_on(
+def resumed_options(
     earlier: Any,
     options: Mapping[str, Any],
     asked: Mapping[str, Any],
     arguments: Sequence[str],
     but: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """What a sweep keeps of the `earlier` results, in words; the options to record, and to use.
+    """A resumed sweep: a note on the settings it keeps, the options to record, and those to use.
 
-    `options` are those of this call, `asked` those that say how it runs, `arguments` the script's.
-    An amount that is given as it was changes nothing: the plan knows what became of it.  Options in
-    `but` are not kept.
+    `options` are those of this call, `asked` those of them that are recorded, `arguments` the
+    script's.  `SIZE_OPTIONS` with the value they had change nothing, because the plan has them.
+    Options in `but` are not kept.
     """
     from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
 
     rows, known = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
-    had = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
-    kept = {n: had[n] for n in had if (n in known or n in asked) and n not in but}
+    earlier_options = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
+    kept = {
+        n: earlier_options[n]
+        for n in earlier_options
+        if (n in known or n in asked) and n not in but
+    }
     both = _joined(kept, asked)
-    new = {name for name in AMOUNTS if name in asked and asked[name] != kept.get(name)}
+    new = {name for name in SIZE_OPTIONS if name in asked and asked[name] != kept.get(name)}
     if new and "budget" not in new:
         both.pop("budget", None)
     anew = asked.get("tuning", ())
     tuning = {name: value for name, value in both.get("tuning", {}).items() if name not in anew}
-    words = in_words({name: both[name] for name in both if name not in asked} | {"tuning": tuning})
+    unchanged = {name: both[name] for name in both if name not in asked}
+    line = as_command_line(unchanged | {"tuning": tuning})
     if earlier.arguments and not arguments:
-        words = f"{words} {shlex.join(['--', *earlier.arguments])}".strip()
+        line = f"{line} {shlex.join(['--', *earlier.arguments])}".strip()
     what = "tuning" if "tuning" in both else "sweep"
-    said = f"Goes on with the {what} in its folder, and keeps its settings: {words}."
-    others = {name: options[name] for name in options if name not in AMOUNTS}
-    used = {name: both[name] for name in both if name in new or name not in AMOUNTS}
-    return said if words else "", both, {**others, **used}
+    note = f"Goes on with the {what} in its folder, and keeps its settings: {line}."
+    others = {name: options[name] for name in options if name not in SIZE_OPTIONS}
+    used = {name: both[name] for name in both if name in new or name not in SIZE_OPTIONS}
+    return note if line else "", both, {**others, **used}
 
 
 def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Both of these options: lists and dictionaries grow, other values are replaced."""
+    """Both sets of options: lists and dictionaries are joined, other values replaced."""
     both = {**kept, **asked}
     for name in kept.keys() & asked.keys():
         if isinstance(asked[name], dict):
@@ -297,12 +302,12 @@ def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def in_words(options: Mapping[str, Any]) -> str:
+def as_command_line(options: Mapping[str, Any]) -> str:
     """Options of a record as the command line has them."""
     words: list[str] = []
     for name, value in options.get("tuning", {}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
-    for option in of_command():
+    for option in command_options():
         value = options.get(option.name)
         if isinstance(value, dict):
             values = [f"{name}={text}" for name, text in value.items()]
@@ -312,13 +317,13 @@ def in_words(options: Mapping[str, Any]) -> str:
             values = [] if value is None else [value]
         for text in values:
             no = "no-" * (option.default is None and text is False)
-            shown = flag(option).replace("--", f"--{no}")
-            words += [shown] if isinstance(text, bool) else [shown, str(text)]
+            name = flag(option).replace("--", f"--{no}")
+            words += [name] if isinstance(text, bool) else [name, str(text)]
     return shlex.join(words)
 
 
 def flag(option: dataclasses.Field[Any]) -> str:
-    """What an option is called on the command line."""
+    """The flag of an option on the command line."""
     name: str = option.metadata.get("flag", "")
     return name or f"--{'no-' * (option.default is True)}{option.name.replace('_', '-')}"
 

@@ -1,12 +1,12 @@
-"""The plan of a sweep: its rows, from levels, dtypes and settings, and the order of the trials.
+"""The rows of a sweep, from levels, dtypes and settings, and the order of its trials.
 
 Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a round every row
-runs once, close together in time, and O0 once more, so that each round has its own comparison
+runs once, close together in time, and O0 runs twice, so that each round has its own comparison
 with O0 and its own measure of the machine's noise.
 
-The whole runs of a seed are a round.  Where there are fewer than the rounds, short ones follow,
+The whole runs of a seed are a round.  If there are fewer seeds than rounds, short runs follow,
 ended after a few seconds of training (`execution/budget.py`).  The second O0 of a round is always
-short.  Nothing is added where there is no O0 or nothing else, nor with `rounds=1`.
+short.  Nothing is added without O0, for O0 alone, or with `rounds=1`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
-SUBJECT = "The script"  # where no name is known
+SUBJECT = "The script"  # in messages, until its name is known
 SEED_VARIABLE = "AMPATCH_SEED"
 
 
@@ -63,12 +63,12 @@ def cases(
 
 
 def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
-    """`rows`; a `ValueError` for none, or for one that a script of this kind cannot have."""
+    """Returns `rows`.  Raises `ValueError` for none, or for one that this kind cannot run at."""
     if not rows:
         raise ValueError("sweep(rows=[]): nothing to run. Expected cases, such as Case('O0').")
     from_outside = {*FROM_OUTSIDE, AUTOCAST}
     if kind.is_plain and any(row.opt_level not in from_outside or row.settings for row in rows):
-        raise ValueError(f"{SUBJECT} {kind.in_words()}. {kind.needs}")
+        raise ValueError(f"{SUBJECT} {kind.description()}. {kind.needs}")
     return rows
 
 
@@ -83,22 +83,21 @@ def trials(
     rows: Sequence[Case],
     seeds: int,
     rounds: int = ROUNDS,
-    apart: bool = False,
+    side_by_side: bool = False,
     fewer: Mapping[Case, int] | None = None,
     again: bool = True,
 ) -> list[Trial]:
-    """The trials in their order.
+    """The trials in order: a whole round for each seed, then short rounds up to `rounds`.
 
-    A whole round for each seed, and short ones, to have as many as `rounds`.  Every second one runs
-    backwards, so that a machine that gets slower slows the first row and the last row alike.
-    Rows in `fewer` have so many seeds.  With `seeds` 0 only O0 has a whole run.  `apart`: whole
-    runs go on beside each other, so all `rounds` are short.  The second is O0 with another seed.
-    Without `again` O0 runs once in each round.
+    Every second round is reversed, so that a machine that gets slower slows all rows alike.
+    `fewer` maps rows to their number of seeds.  With `seeds` 0 only O0 has a whole run.  With
+    `side_by_side` whole runs have no speed, so all `rounds` are short.  The second trial is O0 with
+    another seed.  Without `again` O0 runs once in each round.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
-    lacking = rounds - (0 if apart else len(whole))
-    short = [(1 + more, 0) for more in range(lacking if times_speed else 0)]
+    missing = rounds - (0 if side_by_side else len(whole))
+    short = [(1 + number, 0) for number in range(missing if times_speed else 0)]
     planned = []
     for number, (repeat, seed) in enumerate([*whole, *short]):
         is_short = number >= len(whole)
@@ -107,7 +106,7 @@ def trials(
             for case in rows
             if seed < (fewer or {}).get(case, max(1, seeds))
         ]
-        if again and times_speed and (is_short or not apart):
+        if again and times_speed and (is_short or not side_by_side):
             in_round.append(Trial(BASE, seed, repeat, short=True, again=True))
         planned += in_round if number % 2 == 0 else in_round[::-1]
     first, second = Trial(BASE), Trial(BASE, 1)
@@ -149,7 +148,7 @@ def counts_its_steps(arguments: Sequence[str]) -> bool:
 
 
 def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
-    """`names` as a list; a `ValueError` for one that is not in `expected`, or for none."""
+    """`names` as a list.  Raises `ValueError` for none, or for one that is not in `expected`."""
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
         if name not in expected:

@@ -17,9 +17,9 @@ class Case:
     """A row of the table: an opt level, a half dtype, and settings.
 
     `engine` is "ampatch", "autocast" (torch.autocast and GradScaler as the baseline), or `AS_IT_IS`
-    for a script with its own autocast code.  For the last two `opt_level` is "autocast"; `dtype` of
-    the last is the one of its autocast blocks.  `settings` are keywords of `initialize` as (name,
-    value) pairs, and `eps`, the smallest eps of optimizers.
+    for a script with its own autocast code.  For the last two `opt_level` is "autocast"; for
+    `AS_IT_IS` `dtype` is that of the script's regions.  `settings` are keywords of `initialize` as
+    (name, value) pairs, and `eps`, the smallest eps of optimizers.
     """
 
     opt_level: str

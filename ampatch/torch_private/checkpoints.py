@@ -24,7 +24,7 @@ def _takes_contexts(name: str) -> bool:
 _KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # looked up before anything is replaced
 
 
-def no_reentry() -> str | None:
+def non_reentrant_name() -> str | None:
     """The name of torch's function that runs a checkpoint's forward and keeps its arguments.
 
     The arguments begin with the user's function.  None: this torch has no function of these names.

@@ -10,7 +10,7 @@ from .lookup import of_torch
 
 _NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
-CALLED: list[tuple[type[Any], Callable[[Any], str]]] = [
+OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
     (kind, attributes.attrgetter(name))
     for path, name in _NAMED.items()
     if (kind := of_torch(path, None)) is not None

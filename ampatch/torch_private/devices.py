@@ -58,7 +58,7 @@ def device_types() -> tuple[str, ...]:
     return ("cpu",) if kind is None else ("cpu", kind)
 
 
-def devices_to_start_from() -> set[str] | None:
+def initial_cast_devices() -> set[str] | None:
     """The types of devices that a session casts on before it has models; None: all.
 
     Where there is only one kind of device no call needs to ask.
@@ -89,7 +89,7 @@ def has_values(device: torch.device) -> bool:
     return device.type != "meta"
 
 
-class LateCopy:
+class AsyncCopy:
     """Numbers of a device on their way to the host, which does not wait for them.
 
     Where a device has no events, or no pinned memory, the host waits once, here.

@@ -45,7 +45,7 @@ FLAT_WEIGHTS = "_flat_weights"
 """The attribute in which an `nn.RNNBase` has its weights as a list."""
 
 
-def list_weights(rnn: nn.RNNBase) -> None:
+def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
     """Rebuild an RNN's list of weights from its attributes, and its references to them.
 
     With stale references its next forward would lay the weights out in memory anew.
@@ -93,7 +93,7 @@ _parametrize: Any = torch.nn.utils.parametrize
 _CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "_cache_enabled")
 
 
-def exchange_parametrized(cache: dict) -> dict | None:
+def swap_parametrize_cache(cache: dict) -> dict | None:
     """Replace the cache of `parametrize.cached()`; returns the previous one, None outside of it."""
     if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
         return None

@@ -47,7 +47,7 @@ _mode = _no_mode if None in (_FAKE, _PROXY) else of_torch("torch._C._get_dispatc
 _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 
 
-def computes_with_fakes() -> bool:
+def is_fake_mode_on() -> bool:
     """Whether a `FakeTensorMode` is active: new tensors have no values."""
     return _mode(_FAKE) is not None
 
@@ -70,7 +70,7 @@ def is_recording() -> bool:
 _c10d = of_torch("torch.distributed.distributed_c10d", None)  # None: built without
 
 
-def are_ranks() -> bool:
+def is_distributed() -> bool:
     """Whether `torch.distributed` has its default process group."""
     world = getattr(_c10d, "_world", None)
     if world is not None and hasattr(world, "_default_pg"):
@@ -84,10 +84,10 @@ def running_ddp() -> Any:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
-_FIRST = 2**62  # a sequence number
+_HIGH_SEQUENCE_NR = 2**62  # nodes with it run before all others that are ready
 
 
-def keep_plain(function: type[Function]) -> None:
+def keep_torch_methods(function: type[Function]) -> None:
     """Keep torch's own methods in the nodes of a Function, even if they are replaced later.
 
     Where this torch keeps them elsewhere, the nodes are treated as those of any Function.
@@ -103,12 +103,12 @@ def run_when_ready(tensor: Tensor) -> None:
     Without `_set_sequence_nr` it runs in the order of creation: correct, only later.
     """
     node = tensor.grad_fn
-    put = getattr(node, "_set_sequence_nr", None)
-    if put is not None:
-        put(_FIRST)
+    set_sequence_nr = getattr(node, "_set_sequence_nr", None)
+    if set_sequence_nr is not None:
+        set_sequence_nr(_HIGH_SEQUENCE_NR)
 
 
-def leads_to_compiled(node: Any) -> bool:
+def has_compiled_backward(node: Any) -> bool:
     """Whether a graph has the backward of a compiled function, whose buffers may serve one pass.
 
     Where this torch names it otherwise: False, and a pass that retains the graph is torch's error.

@@ -2,19 +2,17 @@
 
     ampatch tune train.py --opt-level O3 -- --epochs 2 --seed {seed}
 
-A run at O0 computes each module in the half dtype as well, on the same inputs, and says how far off
-that is.  Then trials, judged as a sweep judges its rows, find the smallest set of modules (and of
-settings that are no module's: loss scale, the optimizer's eps, master weights) with which the level
-trains within the noise of O0.
+A run at O0 also computes each module in the half dtype, on the same inputs, and measures the
+errors.  Then trials, judged as a sweep judges its rows, find the smallest set of modules in FP32
+(and of settings: loss scale, the optimizer's eps, master weights) with which the level trains
+within the noise of O0.
 
-What is where:
-
-* `tuning.py`: the course of it.  `trials.py`, `probe_run.py`: its sweeps but for the timing.
-  `answer.py`: what is found, and its files.  `report.py`: the same on the terminal.
-* `probe.py`, `shadow.py`, `sensitivity.py`: which modules are looked at, and when; how one call is
-  computed a second time; what was found.
-* `remedies.py`, `search.py`, `verdict.py`: what can be put in place, in which order, the search for
-  the smallest set, and whether a candidate passes.
+* `tuning.py`: all steps in order.  `trials.py`, `probe_run.py`: the sweeps.  `answer.py`: the
+  result and its files.  `report.py`: the result on the terminal.
+* `probe.py`, `shadow.py`, `sensitivity.py`: which modules are measured, and when; how one call is
+  computed again; the measurements.
+* `remedies.py`, `search.py`, `verdict.py`: the possible remedies in order; the search for the
+  smallest set; whether a candidate passes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 
 @dataclass
 class Answer:
-    """What was found; the content of `tune.json`.
+    """The content of `tune.json`.
 
     `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
     (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
@@ -57,7 +57,7 @@ def write_answer(directory: Path, answer: Answer) -> None:
 def read_answer(directory: str | Path) -> Answer | None:
     """The answer in a directory of `ampatch tune`; None if there is none.
 
-    Raises `ValueError` for a file that is none.
+    Raises `ValueError` for a file that `ampatch tune` did not write.
     """
     path = Path(directory) / ANSWER
     try:

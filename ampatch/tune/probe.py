@@ -1,7 +1,7 @@
 """The probe: in a run at O0 it also computes modules in half, a few of them in each step.
 
-The sweep's child calls `start` before the script begins.  Each module's turn comes `SAMPLES` times
-within the steps, so that as few copies as that takes are in memory at once.
+The sweep's child calls `start` before the script begins.  Each module has `SAMPLES` turns, spread
+over the steps, so that few copies are in memory at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import has_forward
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Call, HalfType, RefusedInHalf, Sample
+from ampatch.tune.shadow import Call, HalfMode, RefusedInHalf, Sample
 
 SAMPLES = 4  # calls compared for each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
@@ -34,7 +34,7 @@ LARGEST_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What the parent asks of the probe; `scale` None: the loss scale is dynamic."""
+    """Options that the parent passes; `scale` None: the loss scale is dynamic."""
 
     file: str
     steps: int
@@ -49,13 +49,13 @@ def start(text: str, off: Any, writes: bool) -> None:
     All ranks compute, because a module may wait for the others; one rank `writes`.
     """
     options = ProbeOptions(**json.loads(text))
-    torch.compiler.set_stance("force_eager")  # compiled modules call no hooks of those in them
+    torch.compiler.set_stance("force_eager")  # compiled modules do not call hooks of submodules
     ampatch.observe(Probe(options, off, writes))
 
 
 @dataclass
 class _Watched:
-    """A module whose turn comes, and what is known of it."""
+    """A module with its samples, or why there are none."""
 
     path: str
     modules: list[nn.Module]
@@ -72,19 +72,18 @@ class _Watched:
             kind += f" ({len(self.modules)} models)"
         if self.samples:
             return Sensitivity(self.path, kind, tuple(self.samples))
-        late = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
-        trouble = (
-            (self.trouble or "it is called without gradients alone") if self.had_turn else late
-        )
+        trouble = self.trouble or "it is called without gradients alone"
+        if not self.had_turn:
+            trouble = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
         return Sensitivity(self.path, kind, (), trouble, self.is_refused)
 
 
 def candidates(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
-    """The modules to look at by path; several where models have the same path.
+    """The modules to measure by path; several if models share a path.
 
-    Each but for models, `Sequential`, and lists and dicts of modules, which compute nothing; of
-    those whose functions are all in the modules inside, the probe finds that out.  A module that
-    stands under two paths is there once, under the first.
+    Without the models themselves, `Sequential`, and lists and dicts of modules, which compute
+    nothing.  Other modules that only call submodules are found by the probe.  A module with two
+    paths has its first.
     """
     by_path: dict[str, list[nn.Module]] = {}
     for model in models:
@@ -96,42 +95,44 @@ def candidates(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
 
 
 class Probe:
-    """An observer of the training that looks at some modules in each step."""
+    """An observer of the training that measures some modules in each step."""
 
     def __init__(self, options: ProbeOptions, off: Any, writes: bool = True) -> None:
         self._options, self._off, self._writes = options, off, writes
-        self._found = Findings()
+        self._findings = Findings()
         self._watched: list[_Watched] = []
         self._turns: Iterator[_Watched] = iter(())
-        self._at_once = 0
+        self._modules_per_step = 0
         self._calls: list[tuple[_Watched, Call]] = []
         self._hooks: list[Any] = []
-        self._largest = 0.0  # gradient so far, which the loss scale must leave in range
+        self._largest = 0.0  # gradient so far; the loss scale must keep it in range
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A step has ended: compare what it brought, and choose the modules of the next."""
+        """A step has ended: compare its calls, and choose the modules of the next step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._compare()
         eps = (group.get("eps") for group in getattr(optimizer, "param_groups", []))
         values = {float(value) for value in eps if isinstance(value, float)}
-        self._found.eps = sorted({*self._found.eps, *values})
-        self._found.steps += 1
+        self._findings.eps = sorted({*self._findings.eps, *values})
+        self._findings.steps += 1
         if not self._watched:
             self._choose()
         if self._writes:
             self._write()
-        if self._found.steps <= self._options.steps:
-            self._watch(itertools.islice(self._turns, self._at_once))
+        if self._findings.steps <= self._options.steps:
+            self._watch(itertools.islice(self._turns, self._modules_per_step))
 
     def _choose(self) -> None:
-        """The modules to look at are known now, and how many of them a step can take."""
+        """Find the modules to measure, and how many of them a step takes."""
         models = [managed.model for session in open_sessions() for managed in session.models]
         by_path = candidates(models)
-        self._found.paths = [name for model in models for name, _ in model.named_modules() if name]
+        self._findings.paths = [
+            name for model in models for name, _ in model.named_modules() if name
+        ]
         self._watched = [_Watched(path, modules) for path, modules in by_path.items()]
-        self._at_once = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
+        self._modules_per_step = math.ceil(len(self._watched) * SAMPLES / self._options.steps)
         self._turns = itertools.cycle(list(self._watched))
 
     def _watch(self, chosen: Iterator[_Watched]) -> None:
@@ -141,7 +142,7 @@ class Probe:
                 self._hooks += self._hook(watched, module)
 
     def _hook(self, watched: _Watched, module: nn.Module) -> list[Any]:
-        """Look at the first call of a module that is part of a training step."""
+        """Record the first call of a module in a training step."""
         running: deque[Call] = deque()
         done = False
 
@@ -155,7 +156,7 @@ class Probe:
             is_leaf = not any(True for _ in module.children())
             try:
                 running.append(Call(module, args, kwargs, is_leaf))
-            except Exception as error:  # whatever a class says to being copied
+            except Exception as error:  # of any class that cannot be copied
                 watched.trouble = f"it cannot be copied: {error}"
 
         @torch.compiler.disable
@@ -180,7 +181,7 @@ class Probe:
             except RefusedInHalf as error:
                 watched.is_refused, watched.trouble = True, f"it does not run in half: {error}"
                 continue
-            except Exception as error:  # modules raise what they like
+            except Exception as error:  # modules may raise anything
                 watched.trouble = f"it does not run a second time: {error}"
                 if lacks_memory(describe(error)):
                     watched.trouble += ". More --probe-steps keep fewer copies at once"
@@ -190,31 +191,31 @@ class Probe:
             else:
                 watched.samples.append(sample)
 
-    def _half(self) -> HalfType:
+    def _half(self) -> HalfMode:
         """How the level computes, at the loss scale that its training would have."""
         options = self._options
         dtype = getattr(torch, options.dtype)
         region = functools.partial(torch.autocast, _device(self._watched), dtype)
-        return HalfType(
+        return HalfMode(
             dtype,
             region if options.opt_level == "O1" else None,
             self._scale() if options.scale is None else options.scale,
         )
 
     def _scale(self) -> float:
-        """The power of two that a dynamic scale comes to, float16's range being 65504."""
+        """The power of two that a dynamic scale would reach, with float16's maximum of 65504."""
         if not self._largest or self._options.dtype == "bfloat16":
             return 1.0
         fits = math.floor(math.log2(65504 / HEADROOM / self._largest))
         return min(LARGEST_SCALE, 2.0**fits)
 
     def _write(self) -> None:
-        self._found.modules = [
-            watched.sensitivity(self._found.steps)
+        self._findings.modules = [
+            watched.sensitivity(self._findings.steps)
             for watched in self._watched
             if not (watched.only_calls_others or (watched.had_turn and not watched.is_called))
         ]
-        self._found.write(Path(self._options.file))
+        self._findings.write(Path(self._options.file))
 
 
 def _device(watched: list[_Watched]) -> str:

@@ -1,4 +1,4 @@
-"""The run at O0 with the probe in it: started once for its options, and its findings read."""
+"""The run at O0 with the probe; its findings are kept, and read if its options are the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import TuneError
 
 PROBE = "probe"  # its directory
-FOUND, DONE = "sensitivity.json", "done"
+FINDINGS, DONE = "sensitivity.json", "done"
 
 _OPTIONS = (
     *("module", "override_seeds", "timeout", "nproc_per_node"),
@@ -24,11 +24,11 @@ _OPTIONS = (
 
 
 def findings(task: Task, trials: Trials, steps: int) -> Findings:
-    """What the probe found in `steps` steps; one with other options runs anew."""
+    """The findings of the probe in `steps` steps; runs it unless it has run with these options."""
     directory = task.directory / PROBE
-    file = (directory / FOUND).resolve()
+    file = (directory / FINDINGS).resolve()
     scale = trials.properties()["loss_scale"]
-    asked = ProbeOptions(
+    options = ProbeOptions(
         file=str(file),
         steps=steps,
         opt_level=task.level.opt_level,
@@ -36,10 +36,10 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
         scale=None if scale == "dynamic" else float(scale),
     )
     done = directory / DONE
-    text = json.dumps(vars(asked))
+    text = json.dumps(vars(options))
     results = Findings.read(file) if done.exists() and done.read_text() == text else None
     if results is None:
-        _run(task, trials, directory, asked, text)
+        _run(task, trials, directory, options, text)
         results = Findings.read(file) or Findings()
         done.write_text(text)
     if not results.modules:
@@ -50,21 +50,21 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
     return results
 
 
-def _run(task: Task, trials: Trials, directory: Path, asked: ProbeOptions, text: str) -> None:
+def _run(task: Task, trials: Trials, directory: Path, options: ProbeOptions, text: str) -> None:
     task.say(
-        f"Sensitivity: copies of each module compute {SAMPLES} of its calls in FP32 and in "
-        f"{task.dtype}, in {asked.steps} steps at O0."
+        f"Sensitivity: in {options.steps} steps at O0 a copy of each module computes {SAMPLES} of "
+        f"its calls in FP32 and in {task.dtype}."
     )
     sweep = task.sweep(
         [BASE],
         directory,
         _OPTIONS,
         rounds=1,
-        steps=asked.steps + 2,
+        steps=options.steps + 2,
         kind=trials.kind,
         probe=("ampatch.tune.probe", text),
         overwrite=True,
-        files=(FOUND, DONE),
+        files=(FINDINGS, DONE),
     )
     [run] = sweep.run(task.progress()).runs
     if status(run) != OK:

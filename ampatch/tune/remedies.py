@@ -1,7 +1,7 @@
-"""What can bring a level back: a module in FP32, or one of three settings that are no module's.
+"""Remedies for a level that does not train as O0: a module in FP32, or one of three settings.
 
-The settings come first.  Where the cause is none of the modules, one of these alone passes, and a
-module that FP32 weights seem to cure (Adam's eps is 0 in float16) is not taken for the cause.
+The settings come first.  If the cause is in no module, a setting alone passes, and no module is
+blamed that FP32 weights seem to cure (Adam's eps is 0 in float16).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS = {
     "eps": HALF_EPS,
     "master_weights": True,
 }
-"""By the names of `initialize`, but for the optimizers' own eps."""
+"""By the names of `initialize`; `eps` is the optimizers' own."""
 
 WHY = {
     "loss_scale": "the static loss scale, at which gradients overflow or become 0",
@@ -64,7 +64,7 @@ def possible(findings: Findings, properties: Mapping[str, str], half: str) -> li
 
 
 def overrides(chosen: Iterable[Remedy], paths: Sequence[str]) -> dict[str, str]:
-    """The modules among the remedies as `initialize` takes them, by globs over all `paths`."""
+    """The modules among the remedies as `overrides` of `initialize`, by globs over all `paths`."""
     modules = [remedy.name for remedy in chosen if not remedy.is_setting]
     return dict.fromkeys(shortest(modules, paths), "float")
 
@@ -85,10 +85,7 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
 
 
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
-    """What to paste: how a script of this `kind` turns ampatch on.
-
-    A line of its own has what is not among the arguments.
-    """
+    """The line to paste into a script of this `kind`; a second one for `eps`."""
     arguments = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
     written = [
         f"{name}={json.dumps(value) if isinstance(value, str) else value}"
@@ -105,16 +102,16 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
 
 
 def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
-    """Globs that match each path in `chosen`, and of `everything` only those and what is in them.
+    """Globs that match each path in `chosen`, and of `everything` only these and their submodules.
 
-    In globs of `initialize(overrides=...)` `*` stands for any text, dots too.  Paths that differ in
-    numbers share a glob where it matches no other; else a module is named by its path.
+    In globs of `initialize(overrides=...)` `*` matches any text, dots too.  Paths that differ only
+    in numbers share a glob if it matches no other path; otherwise each module has its own path.
     """
-    left, paths, globs = set(chosen), set(everything), set()
-    modules = tuple(f"{path}." for path in left)
-    allowed = {path for path in paths if f"{path}.".startswith(modules)}
-    for path in left:
+    modules, paths, globs = set(chosen), set(everything), set()
+    prefixes = tuple(f"{path}." for path in modules)
+    allowed = {path for path in paths if f"{path}.".startswith(prefixes)}
+    for path in modules:
         glob = re.sub(r"\d+", "*", path)
-        is_right = len(left & named(glob, paths)) > 1 and named(glob, paths) <= allowed
+        is_right = len(modules & named(glob, paths)) > 1 and named(glob, paths) <= allowed
         globs.add(glob if is_right else path)
     return sorted(globs)

@@ -20,7 +20,7 @@ _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP3
 
 
 def summary(answer: Answer) -> list[str]:
-    """What was found, in sentences."""
+    """The answer in sentences."""
     level = f"{answer.opt_level} in {answer.dtype}"
     more = f"--resume --candidates {2 * answer.candidates}"
     if answer.outcome == PASSES:
@@ -51,13 +51,13 @@ def summary(answer: Answer) -> list[str]:
             f"{more} goes on."
         )
     shown = {"level": answer.opt_level, "cure": "with the cure"}
-    said = [f"{text}: {answer.paces[name]}" for name, text in shown.items() if name in answer.paces]
-    speeds = f"Speed, {'; '.join(said)}." if said else ""
+    paces = [f"{text}: {answer.paces[n]}" for n, text in shown.items() if n in answer.paces]
+    speeds = f"Speed, {'; '.join(paces)}." if paces else ""
     return [*lines, _seen(answer).strip(), answer.line, speeds]
 
 
 def _left_in_half(answer: Answer) -> str:
-    """What no candidate had in FP32, and how the level fails."""
+    """What no candidate can put in FP32, and how the level fails."""
     named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
     return (
         f"not even with every module that calls torch's functions in FP32{named}. What is left in "
@@ -69,7 +69,7 @@ def _left_in_half(answer: Answer) -> str:
 
 
 def _seen(answer: Answer) -> str:
-    """How small a difference the trials would have shown."""
+    """The smallest difference that the trials would have shown, as a sentence."""
     if answer.not_shown or answer.unseen is None:
         return ""
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
@@ -110,7 +110,7 @@ def _share(share: float) -> str:
 
 
 def write_pages(directory: Path, answer: Answer) -> None:
-    """Write the report of the trials, with this answer in the place of a recommendation."""
+    """Write the report of the trials, with this answer as the recommendation."""
     results = read_sweep(directory).results
     results.recommendation = " ".join(filter(None, summary(answer)))
     write_json(directory / SUMMARY, results.to_json())

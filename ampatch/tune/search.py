@@ -1,13 +1,13 @@
-"""The smallest set of remedies with which training passes, by few trials.
+"""The smallest set of remedies with which training passes, in few trials.
 
-The remedies come in the order in which they are likely to be needed.  The first k of them pass if
-all that are needed are among them, and more of them never make it worse.  So the smallest k that
-passes names one that is needed, the k-th.  With that one in place the next smallest k names the
-next, until those found pass by themselves.  This is the idea of QuickXplain (U. Junker, AAAI 2004)
-with the preferences of Precimonious (C. Rubio-Gonzalez and others, SC 2013).
+The remedies are ordered, the likeliest first.  The first k of them pass if they include all that
+are needed, and more remedies never make training worse.  So the k-th remedy is needed for the
+smallest k that passes.  With it applied, the next smallest k gives the next one, until those found
+pass by themselves.  This is the idea of QuickXplain (U. Junker, AAAI 2004) with the preferences of
+Precimonious (C. Rubio-Gonzalez and others, SC 2013).
 
-k is sought by doubling and then by bisection, because the order is a good guess: m needed among the
-first k take about 2 m log2(k) trials.
+k is found by doubling and then bisection, because the order is a good guess: m needed remedies
+among the first k take about 2 m log2(k) trials.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Remedy = TypeVar("Remedy", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Found(Generic[Remedy]):
-    """The outcome: `needed` passes, unless `passes` is False: then not even all remedies do.
+class SearchResult(Generic[Remedy]):
+    """`needed` passes, or with `passes` False not even all remedies pass.
 
-    `is_decided`: training fails without any one of them, or with all of them, as far as the trials
-    can tell.  False where the trials were used up before that was shown.
+    `is_decided`: training fails without any one of `needed`, or with all remedies.  False if the
+    trials were used up before that was shown.
     """
 
     needed: tuple[Remedy, ...]
@@ -39,7 +39,7 @@ class OutOfTrials(Exception):
 
 
 def most_trials(remedies: int) -> int:
-    """How many candidates are tried at most, by default: about those that two faults take."""
+    """The default limit of candidates: about as many as two causes take."""
     return 2 * math.ceil(math.log2(remedies + 1)) + 8
 
 
@@ -47,43 +47,40 @@ def smallest(
     remedies: Sequence[Remedy],
     passes: Callable[[frozenset[Remedy]], bool],
     most: int,
-) -> Found[Remedy]:
-    """The smallest subset of `remedies` that passes, of which the first ones are likeliest.
+) -> SearchResult[Remedy]:
+    """The smallest subset of `remedies`, the likeliest first, that passes.
 
-    `passes` runs a candidate; no candidate is asked for twice.  That nothing at all does not pass
-    is known.  `most` is the number of candidates that may be tried.
+    `passes` runs a candidate; each is run once at most.  The empty set is known to fail.  `most` is
+    the number of candidates that may be tried.
     """
-    known: dict[frozenset[Remedy], bool] = {frozenset(): False}
-
-    def tried(chosen: Sequence[Remedy]) -> bool:
-        candidate = frozenset(chosen)
-        if candidate not in known:
-            if len(known) > most:
-                raise OutOfTrials
-            known[candidate] = passes(candidate)
-        return known[candidate]
+    results: dict[frozenset[Remedy], bool] = {frozenset(): False}
 
     needed: list[Remedy] = []
+    others = list(remedies)
 
-    def first(count: int) -> bool:
-        return tried([*needed, *left[:count]])
+    def first_pass(count: int) -> bool:
+        candidate = frozenset([*needed, *others[:count]])
+        if candidate not in results:
+            if len(results) > most:
+                raise OutOfTrials
+            results[candidate] = passes(candidate)
+        return results[candidate]
 
-    left = list(remedies)
     try:
-        while not first(0):
-            count = _least(len(left), first)
+        while not first_pass(0):
+            count = _least(len(others), first_pass)
             if count is None:
-                return Found((), False, True, len(known) - 1)
-            needed, left = [*needed, left[count - 1]], left[: count - 1]
-        return Found(_in_order(needed, remedies), True, True, len(known) - 1)
+                return SearchResult((), False, True, len(results) - 1)
+            needed, others = [*needed, others[count - 1]], others[: count - 1]
+        return SearchResult(_in_order(needed, remedies), True, True, len(results) - 1)
     except OutOfTrials:
-        passed = [candidate for candidate, fine in known.items() if fine]
+        passed = [candidate for candidate, has_passed in results.items() if has_passed]
         best = min(passed, key=len, default=frozenset())
-        return Found(_in_order(best, remedies), bool(passed), False, len(known) - 1)
+        return SearchResult(_in_order(best, remedies), bool(passed), False, len(results) - 1)
 
 
 def _least(n: int, passes: Callable[[int], bool]) -> int | None:
-    """The smallest k of 1 to n that passes; None if n does not.  0 is known to fail."""
+    """The smallest k from 1 to n that passes; None if n fails.  0 is known to fail."""
     failed, k = 0, 1
     while k < n and not passes(k):
         failed, k = k, 2 * k

@@ -1,4 +1,4 @@
-"""What the probe found: for each module how far half is from FP32.  Its file, and the ranking."""
+"""The findings of the probe, the errors of each module in half; their file and ranking."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ampatch.tune.shadow import Sample
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A module's samples, or with `trouble` why there are none.
+    """A module's samples, or why there are none: `trouble`.
 
-    `is_refused`: it runs in FP32 a second time, and not in half.
+    `is_refused`: the module runs again in FP32, but not in half.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Sensitivity:
 
 @dataclass
 class Findings:
-    """All modules that were looked at, `paths` of all that there are, and the optimizers' eps."""
+    """The measured modules, the `paths` of all modules, and the eps values of the optimizers."""
 
     steps: int = 0
     modules: list[Sensitivity] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Findings:
 
 
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
-    """The most sensitive first, of equal ones those inside others.
+    """The most sensitive first; of equal ones submodules before the modules around them.
 
     Modules that cannot run in half come first, modules without a measurement last.
     """

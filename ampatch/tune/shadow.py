@@ -1,8 +1,8 @@
-"""One call of a module, done again on a copy: in FP32 and in the half dtype, side by side.
+"""One call of a module, computed again on a copy, in FP32 and in the half dtype.
 
-The copy is made before the call, with its inputs and the state of the random numbers; so it
-computes what the call computed, and the training goes on untouched.  The comparison itself is made
-after the backward pass, when the gradients of the call's outputs are known.
+The copy is made before the call, with the inputs and the state of the random numbers, so it
+computes the same, and the training does not change.  The comparison follows the backward pass, when
+the gradients of the call's outputs are known.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Casting = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class RefusedInHalf(Exception):
-    """A call that runs in FP32, a second time too, and not in the half dtype."""
+    """A call that runs again in FP32, but not in the half dtype."""
 
 
 @dataclass(frozen=True)
-class HalfType:
-    """How a level computes in half: with half weights and inputs, or (O1) by lists of functions."""
+class HalfMode:
+    """How a level computes in half: with half weights and inputs, or by autocast (O1)."""
 
     dtype: torch.dtype
     autocast: Casting | None = None  # a region of torch.autocast in `dtype`; None: all in half
@@ -49,10 +49,9 @@ class HalfType:
 class Sample:
     """What half changed in one call.
 
-    `output` and `gradient` are relative errors in the Euclidean norm, inf where half has an inf or
-    NaN that FP32 has not, and None for a gradient that there is not; `overflow` and `vanish` are
-    shares of all values: of those that are inf or NaN in half alone, and of those that are 0 in
-    half alone.
+    `output` and `gradient` are relative errors in the Euclidean norm: inf if half has an inf or NaN
+    that FP32 does not have, None without gradients.  `overflow` and `vanish` are the shares of
+    values that are inf or NaN, and 0, in half only.
     """
 
     output: float
@@ -67,7 +66,7 @@ class Sample:
 
 
 class Call:
-    """A call that is about to be made, and the gradients of its outputs when they have come.
+    """A call that is about to be made, and later the gradients of its outputs.
 
     Raises what `copy.deepcopy` raises for a module that cannot be copied.
     """
@@ -75,40 +74,40 @@ class Call:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, as_group: bool) -> None:
         self._as_group = as_group
         self._again = random_numbers_again()
-        self._copy = _copied(module)
+        self._copy = _plain_copy(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
         self._inputs = copy.deepcopy(detached)  # other objects too: the call may change a cache
-        self._wants = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 
     def watch(self, output: Any) -> None:
-        """Keep the gradients of what the call returned, when a backward pass brings them."""
+        """Store the gradients of the call's output when a backward pass computes them."""
         tensors = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
         self._gradients = [None for _ in tensors]
         for n, tensor in enumerate(tensors):
-            tensor.register_hook(functools.partial(self._arrived, n))
+            tensor.register_hook(functools.partial(self._store_gradient, n))
 
-    def _arrived(self, n: int, gradient: Tensor) -> None:
+    def _store_gradient(self, n: int, gradient: Tensor) -> None:
         self._gradients[n] = gradient.detach().clone()
 
     @property
     def largest_gradient(self) -> float:
-        """The largest magnitude among them; 0 if none has come."""
-        there = [g for g in self._gradients if g is not None and g.numel()]
-        return max((float(g.abs().max()) for g in there), default=0.0)
+        """The largest magnitude of the gradients; 0 without any."""
+        gradients = [g for g in self._gradients if g is not None and g.numel()]
+        return max((float(g.abs().max()) for g in gradients), default=0.0)
 
-    def compare(self, half: HalfType) -> Sample | None:
-        """What half changes; None where the module has no functions of its own.
+    def compare(self, half: HalfMode) -> Sample | None:
+        """What half changes; None if the module only calls submodules.
 
-        Raises `RefusedInHalf`, and what the module raises where it does not run a second time, or
-        where memory is too short for that.
+        Raises `RefusedInHalf`, and what the module raises if it does not run again in FP32 or the
+        memory is too small.
         """
         exact, calls = self._run(torch.float32, None, 1.0)
         if not calls:
             return None
         try:
             rounded = self._rounded(half)
-        except Exception as error:  # half may lack a function, and modules raise what they like
+        except Exception as error:  # half may lack a function, and modules may raise anything
             if lacks_memory(describe(error)):
                 raise
             raise RefusedInHalf(str(error)) from error
@@ -122,19 +121,19 @@ class Call:
             both.vanish,
         )
 
-    def _rounded(self, half: HalfType) -> _Outcome:
+    def _rounded(self, half: HalfMode) -> _Values:
         try:
             return self._run(half.weights(), half.autocast, half.scale, self._as_group)[0]
         except RuntimeError:
             if self._as_group:
                 raise
-            # It reads weights of children without calling them, as MultiheadAttention does.
+            # It reads weights of submodules without calling them, as MultiheadAttention does.
             return self._run(half.weights(), half.autocast, half.scale, as_group=True)[0]
 
     def _run(
         self, dtype: torch.dtype, autocast: Casting | None, scale: float, as_group: bool = False
-    ) -> tuple[_Outcome, int]:
-        """Forward and backward of a copy, and the number of functions that it called itself."""
+    ) -> tuple[_Values, int]:
+        """The values of a copy's forward and backward, and how many functions it called itself."""
         module = copy.deepcopy(self._copy)
         children = _Children(module, dtype)
         if as_group:
@@ -149,12 +148,12 @@ class Call:
                 output = module(*args, **kwargs)
             gradients = self._backward(tensors_within(output), [*leaves, *weights], scale)
         outputs = [tensor.detach() for tensor in tensors_within(output)]
-        return _Outcome(outputs, gradients), count.calls
+        return _Values(outputs, gradients), count.calls
 
     def _backward(
         self, outputs: list[Tensor], wanted: list[Tensor], scale: float
     ) -> list[Tensor | None]:
-        """The unscaled gradients of `wanted` for those that the call's outputs had."""
+        """The unscaled gradients of `wanted`, from the stored gradients of the outputs."""
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         pairs = [(r, g) for r, g in zip(roots, self._gradients) if g is not None]
         if not (pairs and wanted):
@@ -168,12 +167,12 @@ class Call:
         return [None if gradient is None else gradient.double() / scale for gradient in gradients]
 
     def _leaves(self, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
-        """The inputs in `dtype`, and those of them that want gradients."""
-        wants, leaves = iter(self._wants), []
+        """The inputs in `dtype`, and those of them that need gradients."""
+        requires_grad, leaves = iter(self._requires_grad), []
 
         def leaf(tensor: Tensor) -> Tensor:
-            wanted, tensor = next(wants), _to(tensor, dtype)
-            if not wanted:
+            wants_grad, tensor = next(requires_grad), _to(tensor, dtype)
+            if not wants_grad:
                 return tensor
             leaves.append(tensor.detach().requires_grad_())
             return leaves[-1].clone()  # the module may change it in place
@@ -182,16 +181,16 @@ class Call:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _Values:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
 class _Difference:
-    """Half values beside exact ones, tensor by tensor."""
+    """The errors of half values against exact ones, over all tensors."""
 
     def __init__(self, exact: list, half: list) -> None:
-        norm = apart = 0.0
+        norm = distance = 0.0
         count = overflow = vanish = 0
         for reference, value in zip(exact, half):
             if reference is None or value is None or not reference.is_floating_point():
@@ -203,15 +202,15 @@ class _Difference:
             vanish += int((counted & (reference != 0) & (value == 0)).sum())
             count += int(counted.sum())
             norm += float(reference[counted].square().sum())
-            apart += float((value - reference)[counted & ~lost].square().sum())
+            distance += float((value - reference)[counted & ~lost].square().sum())
         self.overflow, self.vanish = overflow / max(count, 1), vanish / max(count, 1)
-        self.error = math.inf if overflow else math.sqrt(apart / norm) if norm else 0.0
+        self.error = math.inf if overflow else math.sqrt(distance / norm) if norm else 0.0
 
 
 class _Children:
-    """The modules inside a copy: with `stay_float` they compute in FP32, among functions in half.
+    """The submodules of a copy: with `stay_float` they compute in FP32, the module itself in half.
 
-    `casts`: what they return is in `dtype`, as around them; else autocast casts where it needs to.
+    `casts`: their outputs are cast to `dtype`; otherwise autocast casts them.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -264,24 +263,24 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in _FLOATS else tensor
 
 
-def _computed(module: nn.Module) -> dict[int, Any]:
-    """Copies, by id, of attributes that came out of a graph, which `deepcopy` refuses.
+def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
+    """Copies, by id, of attributes with a graph, which `deepcopy` refuses.
 
-    Such is the weight of torch's first weight norm, which a hook computes anew in each call.
+    For example the weight of torch's old weight norm, which a hook computes in each call.
     """
-    every = (value for part in module.modules() for value in vars(part).values())
+    attributes = (value for submodule in module.modules() for value in vars(submodule).values())
     return {
         id(value): value.detach().clone()
-        for value in every
+        for value in attributes
         if isinstance(value, Tensor) and not value.is_leaf
     }
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    """A copy that shares nothing; of hooks only those that are torch's own (weight norm)."""
-    duplicate = copy.deepcopy(module, _computed(module))
-    for part in duplicate.modules():
-        for table in (*(forward_tables(part) or ()), *backward_tables(part)):
+def _plain_copy(module: nn.Module) -> nn.Module:
+    """A copy that shares nothing, without hooks except torch's own (weight norm)."""
+    duplicate = copy.deepcopy(module, _non_leaf_copies(module))
+    for submodule in duplicate.modules():
+        for table in (*(forward_tables(submodule) or ()), *backward_tables(submodule)):
             for key, hook in list(table.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]

@@ -15,7 +15,7 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import says_how_well, seeds_matter
+from ampatch.sweep.report.summary import has_quality, seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune.answer import ANSWER, OVERRIDES
 from ampatch.tune.verdict import TuneError, passes, row_of
@@ -47,7 +47,7 @@ class Task:
 
 
 class Trials:
-    """The rows that have run so far.  A row that is not confirmed has half of the seeds.
+    """The rows that have run.  A row that is not confirmed has half of the seeds.
 
     Raises what `Sweep` raises for wrong options or a directory of another sweep.
     """
@@ -57,26 +57,26 @@ class Trials:
         self.seeds, self.few = seeds, (seeds + 1) // 2
         self._margin = Margin.of(task.options.get("margin"))
         self._cases = [BASE, task.level]
-        self.with_all_seeds: set[Case] = set()  # O0 and those that have passed with few
+        self.with_all_seeds: set[Case] = set()  # O0 and rows that passed with few seeds
         self.runs: list[Run] = []
-        self._sweep = self._grown(resume, overwrite)
+        self._sweep = self._extended_sweep(resume, overwrite)
 
     @property
     def kind(self) -> Kind:
-        """What the script is, as its first run has shown."""
+        """The kind of the script, as its first run has shown."""
         return self._sweep.kind
 
     def row(self, case: Case) -> Row:
-        """The row of a case beside O0; trials of it that have not run yet run.
+        """The row of a case compared with O0; runs its remaining trials.
 
-        Raises `SweepError`, and `TuneError` where O0 gives nothing to compare with.
+        Raises `SweepError`, and `TuneError` if O0 gives nothing to compare with.
         """
         progress = None if self.runs else self._task.progress()
         if case not in self._cases:
             self._cases.append(case)
         if self.runs:
             try:
-                self._sweep = self._grown(resume=True)
+                self._sweep = self._extended_sweep(resume=True)
             except ValueError as error:
                 script = self._task.script
                 raise TuneError(f"{script} changed while it was tuned: {error}") from error
@@ -86,12 +86,12 @@ class Trials:
         return row_of(case, self.runs, judge, better, self._margin)
 
     def confirmed(self, case: Case, label: str) -> Row:
-        """The row of a case; one that passes has all seeds."""
+        """The row of a case, run with all seeds if it passes with few."""
         row = self.row(case)
         if not passes(row):
             return row
         more = self.seeds - self.few
-        self._task.say(f"{label} passes with {self.few} seeds; {more} more: started")
+        self._task.say(f"{label} passes with {self.few} seeds; now {more} more run")
         self.with_all_seeds |= {BASE, case}
         return self.row(case)
 
@@ -104,7 +104,7 @@ class Trials:
         properties = dataclasses.asdict(properties_for(level.opt_level, level.dtype))
         return {name: str(value) for name, value in properties.items()}
 
-    def _grown(self, resume: bool, overwrite: bool = False) -> Sweep:
+    def _extended_sweep(self, resume: bool, overwrite: bool = False) -> Sweep:
         few = set(self._cases) - self.with_all_seeds
         return self._task.sweep(
             self._cases,
@@ -121,7 +121,7 @@ class Trials:
     def _check_base(self, base: Row) -> None:
         if base.outcome == "failed":
             raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
-        if not says_how_well(self.runs):
+        if not has_quality(self.runs):
             raise TuneError(
                 f"{self._task.script}: no loss and no metric was recorded at O0, so nothing says "
                 "how well a candidate trains. Have a loss go through ampatch.scale_loss or "

@@ -1,4 +1,4 @@
-"""Tuning: the level as it is, then the probe, the search by trials, and what the cure costs."""
+"""Tuning: the level as it is, then the probe, the search by trials, and the speed of the cure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
-from ampatch.sweep.options import ROUNDS, SweepOptions, going_on
+from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.recommendation import not_shown
+from ampatch.sweep.report.recommendation import open_question
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -26,16 +26,16 @@ from ampatch.tune.answer import (
 )
 from ampatch.tune.probe_run import PROBE, findings
 from ampatch.tune.remedies import Remedy
-from ampatch.tune.search import Found, most_trials, smallest
+from ampatch.tune.search import SearchResult, most_trials, smallest
 from ampatch.tune.sensitivity import Findings, ranked
 from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import passes, reason
 
 DTYPE, PROBE_STEPS = "float16", 100
 SEEDS = 6  # to test the answer; half of them search for candidates
-LEAST_SEEDS = 4  # so that the search has two: of one there is no test
-SPEED = "speed"  # the directory of the timing, and the options that it does not share:
-_OF_ACCURACY = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
+LEAST_SEEDS = 4  # then the search has two, as a test needs
+SPEED = "speed"  # the directory of the timing
+_NOT_FOR_SPEED = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
 
 
 class Tuning:
@@ -83,69 +83,67 @@ class Tuning:
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None
         if earlier is not None:
-            recorded = asked.given(options)
-            said, kept, _ = going_on(earlier, options, recorded, arguments, but=("rounds",))
+            recorded = asked.to_record(options)
+            note, kept, _ = resumed_options(earlier, options, recorded, arguments, but=("rounds",))
             options, arguments = {**options, **kept}, arguments or earlier.arguments
             self._check_level(earlier.options.get("tuning", {}), options["tuning"])
-            if said:
-                say(said)
+            if note:
+                say(note)
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
         own = options["tuning"]
         if "opt_level" not in own:
             lacking = f" {self.directory} holds no tuning to go on with." if resume else ""
-            raise ValueError(
-                f"--opt-level: expected O1, O2 or O3, the level to bring back.{lacking}"
-            )
+            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{lacking}")
         self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
         self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
-        self._most: int | None = own.get("candidates")
+        self._max_candidates: int | None = own.get("candidates")
         self._rounds: int = own.get("rounds", ROUNDS)
-        self._confirms = False  # each candidate that passes, and not the answer alone
+        self._confirms_all = False  # with all seeds: each candidate that passes, or the answer
         self._paths: Sequence[str] = ()
         self._tried = 0
-        self._goes_on = resume
-        self._trials = self._begun(seeds, resume, overwrite)
+        self._resumes = resume
+        self._trials = self._open_trials(seeds, resume, overwrite)
 
     def run(self) -> Answer:
-        """Run the trials that have not run yet; returns the answer, which is in the files, too.
+        """Run the remaining trials; returns the answer, which the files have too.
 
-        Raises `SweepError` or `TuneError` where there is none.
+        Raises `SweepError` or `TuneError` if there is none.
         """
         row = self._trials.confirmed(self._level, self._level.label)
         if passes(row):
-            return self._ended(PASSES, Found((), True, True, 0), row, Findings(), {})
-        self._confirms = self._level in self._trials.with_all_seeds  # it passed with few
+            return self._finish(PASSES, SearchResult((), True, True, 0), row, Findings(), {})
+        self._confirms_all = self._level in self._trials.with_all_seeds  # it passed with few
         self._task.say(f"{self._level.label} fails: {reason(row)}")
-        seen = findings(self._task, self._trials, self._probe_steps)
-        self._paths = seen.paths
-        listed = remedies.possible(seen, self._trials.properties(), self._task.dtype)
-        most = most_trials(len(listed)) if self._most is None else self._most
-        tried = remedies.settings(listed)
-        search = self._found(listed, most)
+        probed = findings(self._task, self._trials, self._probe_steps)
+        self._paths = probed.paths
+        possible = remedies.possible(probed, self._trials.properties(), self._task.dtype)
+        limit = most_trials(len(possible)) if self._max_candidates is None else self._max_candidates
+        tried = remedies.settings(possible)
+        search = self._search(possible, limit)
         if not search.passes:
             outcome = NO_CURE if search.is_decided else UNDECIDED
-            return self._ended(outcome, search, row, seen, tried)
+            return self._finish(outcome, search, row, probed, tried)
         cure = self._case(search.needed)
-        answer = self._ended(CURED, search, self._trials.row(cure), seen, tried)
+        answer = self._finish(CURED, search, self._trials.row(cure), probed, tried)
         self._add_speeds(answer, cure, row.outcome != "failed")
         return answer
 
-    def _found(self, listed: Sequence[Remedy], most: int) -> Found[Remedy]:
-        """The smallest set, which passes with all seeds.
+    def _search(self, possible: Sequence[Remedy], limit: int) -> SearchResult[Remedy]:
+        """The smallest set that passes, confirmed with all seeds.
 
-        A set that passed with few seeds and does not with all shows that few are not enough for
-        this script: then the search is made again, and what has passed in it runs with all.
+        If it fails with all seeds, few seeds are not enough for this script: then the search is
+        made again, and each candidate that passes is confirmed.
         """
-        few, confirmed = self._trials.few, "one that passes" if self._confirms else "the answer"
+        few, confirmed = self._trials.few, "if it passes," if self._confirms_all else "the answer"
         self._task.say(
-            f"{len(listed)} remedies to choose from, by at most {most} candidates. One that fails "
-            f"has {few} seeds, {confirmed} has {self._trials.seeds}."
+            f"{len(possible)} modules and settings to try, in at most {limit} candidates. A "
+            f"candidate runs with {few} seeds, {confirmed} with {self._trials.seeds}."
         )
         self._tried = 0
-        search = smallest(listed, self._candidate_passes, most)
-        if not search.passes or self._confirms:
+        search = smallest(possible, self._candidate_passes, limit)
+        if not search.passes or self._confirms_all:
             return search
         row = self._trials.confirmed(self._case(search.needed), "The answer")
         if passes(row):
@@ -154,8 +152,8 @@ class Tuning:
             f"The answer fails: {reason(row)}. {few} seeds are too few here. The search is made "
             "again; what has run is kept."
         )
-        self._confirms = True
-        return self._found(listed, most)
+        self._confirms_all = True
+        return self._search(possible, limit)
 
     def _case(self, chosen: Iterable[Remedy]) -> Case:
         return remedies.case(self._level, chosen, self._paths)
@@ -167,13 +165,13 @@ class Tuning:
         label = f"Candidate {self._tried} ({names})"
         self._task.say(f"{label}: started")
         case = self._case(chosen)
-        row = self._trials.confirmed(case, label) if self._confirms else self._trials.row(case)
-        fine = passes(row)
-        self._task.say(f"{label}: {'passes' if fine else f'fails: {reason(row)}'}")
-        return fine
+        row = self._trials.confirmed(case, label) if self._confirms_all else self._trials.row(case)
+        passed = passes(row)
+        self._task.say(f"{label}: {'passes' if passed else f'fails: {reason(row)}'}")
+        return passed
 
     def _check_level(self, earlier: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        """Refuse to go on with a tuning of another level or half dtype, and with a sweep."""
+        """Refuse to resume a tuning of another level or half dtype, or a sweep."""
         before, now = (
             options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
             for options in (earlier, asked)
@@ -184,7 +182,7 @@ class Tuning:
                 "--overwrite, or choose another directory with --out."
             )
 
-    def _begun(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
+    def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
         """The trials of the directory."""
         for name in (PROBE, SPEED):
             record_of(self.directory / name)
@@ -195,33 +193,39 @@ class Tuning:
         return trials
 
     def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:
-        """Time the cure beside O0, and beside the level unless that is no training."""
+        """Time the cure beside O0 and, if it trains, the level."""
         task, directory = self._task, self.directory / SPEED
         rows = [BASE, self._level, cure] if level_trains else [BASE, cure]
         task.say("Timing: " + ", ".join(case.label for case in rows))
         devices = SweepOptions(devices=task.options.get("devices") or ()).devices
         group = devices[: task.options.get("nproc_per_node") or 1]
+        resume = self._resumes and (directory / SUMMARY).exists()
         sweep = task.sweep(
             rows,
             directory,
-            task.options.keys() - _OF_ACCURACY,
+            task.options.keys() - _NOT_FOR_SPEED,
             rounds=self._rounds,
-            resume=self._goes_on and (directory / SUMMARY).exists(),
-            overwrite=not (self._goes_on and (directory / SUMMARY).exists()),
+            resume=resume,
+            overwrite=not resume,
             **({"devices": group} if group else {"jobs": 1}),
         ).run()
         names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
         for row in sweep.rows:
             if row.speed is not None:
                 answer.speeds[names[row.label]] = row.speed
-                answer.paces[names[row.label]] = pace.in_words(row)
+                answer.paces[names[row.label]] = pace.speed_text(row)
         write_answer(self.directory, answer)
 
-    def _ended(
-        self, outcome: str, search: Found[Remedy], row: Row, seen: Findings, tried: dict[str, Any]
+    def _finish(
+        self,
+        outcome: str,
+        search: SearchResult[Remedy],
+        row: Row,
+        probed: Findings,
+        tried: dict[str, Any],
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        what, cure = not_shown(row) if outcome in (PASSES, CURED) else ("", "")
+        what, cure = open_question(row) if outcome in (PASSES, CURED) else ("", "")
         unshown = what and f"{what}. {cure and f'--resume {cure} shows it.'}".strip()
         answer = Answer(
             script=str(self._task.script),
@@ -230,8 +234,8 @@ class Tuning:
             outcome=UNDECIDED if unshown else outcome,
             needed=[str(remedy) for remedy in search.needed],
             settings=remedies.settings(search.needed),
-            overrides=remedies.overrides(search.needed, seen.paths),
-            line=remedies.line(self._level, search.needed, seen.paths, self._trials.kind)
+            overrides=remedies.overrides(search.needed, probed.paths),
+            line=remedies.line(self._level, search.needed, probed.paths, self._trials.kind)
             if outcome == CURED
             else "",
             settings_tried=tried,
@@ -241,7 +245,7 @@ class Tuning:
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
             not_shown=unshown,
-            modules=ranked(seen.modules),
+            modules=ranked(probed.modules),
         )
         write_answer(self.directory, answer)
         return answer

@@ -1,7 +1,7 @@
 """Does a candidate train as O0 does?  Judged as the sweep judges a row, each by itself.
 
-The p values are not corrected over the candidates: each is one question, and with Holm's method
-the answer would depend on how many were asked before.
+The p values are not corrected over the candidates: otherwise a verdict would depend on how many
+candidates were tried before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.judge import quality_text
-from ampatch.sweep.report.margin import ONE_PERCENT, Margin, weighed, worse
+from ampatch.sweep.report.margin import ONE_PERCENT, Margin, deciding, first_untested, worse
 from ampatch.sweep.report.recommendation import no_direction
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
@@ -36,9 +36,9 @@ def row_of(
 
 
 def passes(row: Row) -> bool:
-    """Whether no test shows that the row is worse than O0 by what matters.
+    """Whether no test shows that the row is worse than O0 by the margin or more.
 
-    Raises `TuneError` where nothing can be tested, and where what is judged differs and has no
+    Raises `TuneError` if nothing can be tested, or if the judged quantity differs and has no
     direction.
     """
     if row.outcome == "failed":
@@ -49,12 +49,12 @@ def passes(row: Row) -> bool:
             "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
-    if not weighed(row):
+    if not deciding(row):
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
     unknown = no_direction(row)
     if unknown:
         raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
-    untested = next((quantity for quantity in weighed(row) if quantity.outcome == "untested"), None)
+    untested = first_untested(row)
     if untested is not None:
         raise TuneError(
             f"{untested.name} cannot be tested: {untested.untested}. Expected at least --seeds 2, "

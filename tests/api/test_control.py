@@ -1,7 +1,5 @@
 """Casting under the user's control: `disable_casts`, `precision`, `patch_scope`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`ampatch.init` and its handle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine import STATE
@@ -30,7 +28,7 @@ def test_casting_lasts_from_init_to_deactivate_and_again(caplog):
     for end in ("_deactivate", "deactivate"):  # apex's, and ours
         handle = ampatch.init()
         assert handle.is_active() and product() is HALF
-        assert STATE.process.devices is None
+        assert STATE.process_policy.devices is None
         assert ampatch.init() is handle and not caplog.records
         assert ampatch.init(loss_scale=8.0) is handle and "loss_scale=8.0" in caplog.text
         caplog.clear()

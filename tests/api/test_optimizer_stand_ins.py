@@ -1,7 +1,5 @@
 """An object that stands for a managed optimizer, as frameworks hand out, serves as well as it."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """`--auto` comes and goes, and refuses scripts with AMP code of their own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

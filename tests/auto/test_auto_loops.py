@@ -3,8 +3,6 @@
 What scripts do at O1 too are situations: `tests/laws/test_auto_situations.py` runs these.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

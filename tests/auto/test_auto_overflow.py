@@ -1,7 +1,5 @@
 """`--auto`: an overflow skips its step and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from auto_loops import SCALE, batch, begin, both, close, grads, net, weights

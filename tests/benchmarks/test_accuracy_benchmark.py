@@ -1,7 +1,5 @@
 """The benchmark of accuracy counts, compares and writes what happened."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

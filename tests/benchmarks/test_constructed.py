@@ -8,8 +8,6 @@ One weight `w` approaches its target by gradient descent, so that every step is 
 The page has the result of each row; the formula and O0 are the oracles.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """`benchmarks/on_gpu.sh` on a CPU: so that the first GPU loses no time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The runner of the benchmarks, and that what they compare is the same work in every situation."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ Where calls are cast these modules take the single calls, as under autocast; the
 `test_module_db.py`.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -97,7 +95,7 @@ def test_fused_kernels_are_there_where_nothing_is_cast(name, monkeypatch):
         is_fused_as_before()
     ampatch.deactivate()
     is_fused_as_before()
-    monkeypatch.setattr(policies, "devices_to_start_from", lambda: set())  # as where there is a GPU
+    monkeypatch.setattr(policies, "initial_cast_devices", lambda: set())  # as where there is a GPU
     ampatch.initialize(nn.Linear(2, 2, device="meta"), verbosity=0)
     is_fused_as_before()
 

@@ -3,8 +3,6 @@
 Training with regions in and around a model is in `tests/laws/situations_amp_examples.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,11 +1,10 @@
 """Operators that bring a kernel for autocast: at O1 to O3 they compute as under torch.autocast."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
+from small_training import Made
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,21 +88,15 @@ def in_region(model, x, **region):
         return OPS.in_half(x, hidden)
 
 
-class Net(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4)
-        self.form = form
-
-    def forward(self, x):
-        return self.form(self, x)
+def network(form):
+    torch.manual_seed(0)
+    return Made(form, layer=nn.Linear(4, 4))
 
 
 def trained(level, form, **options):
     """What a step gives: the output, the gradients, and what the operators saw."""
     seen.clear()
-    model, x = Net(form), X.clone().requires_grad_()
+    model, x = network(form), X.clone().requires_grad_()
     if level == "autocast":
         with torch.autocast("cpu", H):
             output = model(x)
@@ -153,7 +146,7 @@ def test_a_block_of_disable_casts_and_an_override_hold_for_operators_too(level):
     saw = [call[:2] for call in trained(level, recomputed)[2] if len(call) == 3]
     assert saw == [(FP32, FP32)] * 2
 
-    model = nn.Sequential(Net(FORMS["half"]), Net(FORMS["by its name"]))
+    model = nn.Sequential(network(FORMS["half"]), network(FORMS["by its name"]))
     ampatch.initialize(
         model, opt_level=level, dtype=H, verbosity=0, overrides={"0": "float", "1": "half"}
     )
@@ -163,7 +156,7 @@ def test_a_block_of_disable_casts_and_an_override_hold_for_operators_too(level):
 
 
 def test_outside_of_forwards_half_tensors_and_weights_decide():
-    model = Net(FORMS["half"])
+    model = network(FORMS["half"])
     ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
     assert OPS.in_half(X, X).dtype is FP32
     assert OPS.in_half(X, X.to(H)).dtype is H
@@ -174,7 +167,7 @@ def test_outside_of_forwards_half_tensors_and_weights_decide():
     with pytest.raises(RuntimeError, match="dtype"):
         torch.ops.aten.mm(X.to(H), X.T)
     ampatch.deactivate()
-    ampatch.initialize(Net(None), opt_level="O1", dtype=H, verbosity=0, patch_scope="process")
+    ampatch.initialize(network(None), opt_level="O1", dtype=H, verbosity=0, patch_scope="process")
     assert OPS.in_half(X, X).dtype is H
     with ampatch.disable_casts():
         assert OPS.in_half(X, X).dtype is FP32
@@ -190,7 +183,7 @@ def test_it_is_asked_once_of_an_operator_and_all_goes_with_the_session(monkeypat
         return ask(self, key)
 
     monkeypatch.setattr(torch._ops.OpOverload, "has_kernel_for_dispatch_key", note)
-    model = Net(lambda m, x: OPS.without(x, OPS.multiply(m.layer(x).float(), x)))
+    model = network(lambda m, x: OPS.without(x, OPS.multiply(m.layer(x).float(), x)))
     ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
     for _ in range(3):
         model(X)
@@ -212,7 +205,7 @@ def test_an_error_in_an_operator_leaves_casts_and_autocast_as_they_were():
 
 
 def test_threads_have_their_own():
-    model = Net(FORMS["half"])
+    model = network(FORMS["half"])
     ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
     dtypes = []
     thread = threading.Thread(target=lambda: dtypes.append(model(X).dtype))
@@ -224,7 +217,7 @@ def test_threads_have_their_own():
 @pytest.mark.parametrize("name", ["by its definition", "half", "a library's", "nested"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_compiled_model_computes_and_has_gradients_as_the_model_does(level, name):
-    model = Net(FORMS[name])
+    model = network(FORMS[name])
     ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
     compiled = torch.compile(model, backend="aot_eager")
     results = []
@@ -242,7 +235,7 @@ def test_a_compiled_model_computes_and_has_gradients_as_the_model_does(level, na
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_exported_model_returns_the_dtype_of_the_model(level):
-    model = Net(FORMS["by its name"])
+    model = network(FORMS["by its name"])
     ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
     expected = model(X)
     exported = torch.export.export(model, (X,)).module()

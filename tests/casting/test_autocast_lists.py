@@ -4,8 +4,6 @@ Each entry is called as a function and as a method.  The result has the dtype th
 and equals bit by bit the plain call with arguments cast by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 What a training loop can show of it is in `tests/laws/situations_*.py`.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 

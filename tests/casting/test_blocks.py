@@ -1,12 +1,10 @@
 """`disable_casts` and `precision` around code that stops half-way: generators, tasks, Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
-from engine import FOLLOW, STATE, here
+from engine import PROCESS_POLICY, STATE, thread_calls
 from small_training import in_threads
 from torch import nn
 
@@ -20,7 +18,7 @@ H, FP32 = torch.bfloat16, torch.float32
 def o1():
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     yield
-    assert here.policy is FOLLOW
+    assert thread_calls.policy is PROCESS_POLICY
 
 
 def now() -> torch.dtype:
@@ -29,7 +27,7 @@ def now() -> torch.dtype:
 
 
 def frames() -> list:
-    return here.stack
+    return thread_calls.stack
 
 
 def rows():

@@ -1,7 +1,5 @@
 """What a call costs that is not cast, counted: Python frames, C calls, aten operators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -81,7 +79,7 @@ def test_an_inactive_call_adds_so_many_calls_and_no_operator(name):
 def test_outside_a_model_the_gate_is_what_it_costs_more():
     """`patch_scope="model"`: the condition looks at every argument, and there is no more to it."""
     start(patch_scope="model")
-    condition = calls(STATE.process.condition, (X, X), {})
+    condition = calls(STATE.process_policy.condition, (X, X), {})
     events = calls(torch.mm, X, X)
     assert events[-1] == MM and len(events) == 1 + len(condition) + 1
     assert 1 <= len(condition) <= 20

@@ -1,7 +1,5 @@
 """How a call is made: `dtype=`, containers, two half dtypes, banned functions, exponents."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import pytest

@@ -1,7 +1,5 @@
 """`F.linear` with weights of a managed model, called in several ways, against autocast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 What training with them gives is in `tests/laws/situations_graphs.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -198,13 +196,13 @@ def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant
 
 def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
     """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
-    assert checkpoints.no_reentry() is not None
+    assert checkpoints.non_reentrant_name() is not None
     owner = torch.utils.checkpoint
     for name, value in list(vars(owner).items()):
         code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-        if code is not None and checkpoints.no_reentry() in code.co_names:
+        if code is not None and checkpoints.non_reentrant_name() in code.co_names:
             monkeypatch.setattr(owner, name, lambda: owner.under_a_new_name())
-    assert checkpoints.no_reentry() is None
+    assert checkpoints.non_reentrant_name() is None
 
 
 @pytest.mark.parametrize("is_keyword", [False, True], ids=["until 2.13", "since 2.14"])

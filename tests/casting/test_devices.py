@@ -4,8 +4,6 @@ CI has no accelerator; that one is there is simulated, and tensors on `meta`
 stand for those on the other device.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ from ampatch.session import policies
 @pytest.fixture
 def accelerator(monkeypatch):
     """As on a machine where models may live on the CPU or elsewhere."""
-    monkeypatch.setattr(policies, "devices_to_start_from", lambda: set())
+    monkeypatch.setattr(policies, "initial_cast_devices", lambda: set())
 
 
 def test_only_tensors_where_the_model_lives_are_cast(accelerator):

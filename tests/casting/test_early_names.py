@@ -1,7 +1,5 @@
 """Names that the user's modules bind: before the patches, and while they are in."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pickle
@@ -195,7 +193,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
 
 OTHERS = {
     "torch.backends.mha": "get_fastpath_enabled",
-    "torch.utils.checkpoint": f"{checkpoints.no_reentry()}",
+    "torch.utils.checkpoint": f"{checkpoints.non_reentrant_name()}",
     "torch.jit": "script",
     "torch.nn.parallel": "parallel_apply",
     "torch.nn.parallel.data_parallel": "parallel_apply",

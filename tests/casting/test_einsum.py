@@ -3,8 +3,6 @@
 Autocast for the CPU takes an equation apart, and is the oracle; that for CUDA has no FP32 here.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """What PyTorch computes wrongly in half is FP32 inside at every level: values against FP32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

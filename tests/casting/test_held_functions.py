@@ -1,7 +1,5 @@
 """Functions of torch in attributes of a managed model: cast while it is managed, and given back."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """`func is F.linear`: what `__torch_function__` and TorchFunctionModes are given."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest
@@ -316,13 +314,13 @@ def test_modes_are_known_however_they_come_and_go():
     early, late = Mode(), Mode()
     with early:
         o1()
-        assert STATE.modes == 1 and STATE.per_thread
+        assert STATE.threads_in_modes == 1 and STATE.per_thread
         assert F.linear(X, X).dtype is H
-    assert STATE.modes == 0 and not STATE.per_thread
+    assert STATE.threads_in_modes == 0 and not STATE.per_thread
 
     in_threads(lambda: Mode().__enter__())
-    assert STATE.modes == 1
+    assert STATE.threads_in_modes == 1
     assert F.linear(X, X).dtype is H
     with late:
         ampatch.deactivate()
-    assert STATE.modes == 0 and not STATE.per_thread
+    assert STATE.threads_in_modes == 0 and not STATE.per_thread

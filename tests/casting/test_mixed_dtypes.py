@@ -1,7 +1,5 @@
 """What PyTorch refuses in the dtypes that our casts make, and what the error says elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 The dtypes are those of autocast for CUDA, the values those of plain FP32.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from autocast_oracle import dtypes, module_dtypes, outcome
 from matrix_kernels import FUSED, Kernels
 from torch import Tensor, nn
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch
 
@@ -63,14 +61,11 @@ def build(info: Any, sample: Any, training: bool) -> nn.Module:
 def run(module: nn.Module, inputs: Any, training: bool) -> tuple[Any, dict[str, Tensor]]:
     """Outputs, and the gradients of parameters and float inputs by name."""
     torch.manual_seed(1)
-    args, kwargs = tree_map(
-        lambda leaf: (
-            leaf.detach().clone().requires_grad_(training)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            else leaf
-        ),
-        inputs,
-    )
+
+    def fresh(leaf: Tensor) -> Tensor:
+        return leaf.detach().clone().requires_grad_(training) if leaf.is_floating_point() else leaf
+
+    args, kwargs = tree_map_only(Tensor, fresh, inputs)
     with torch.set_grad_enabled(training):
         output = module(*args, **kwargs)
     outs = [out for out in tree_leaves(output) if isinstance(out, Tensor) and out.requires_grad]

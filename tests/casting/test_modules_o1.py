@@ -1,7 +1,5 @@
 """torch.nn's modules at O1 beyond `test_module_db.py`: refusals, buffers, sparse matrices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

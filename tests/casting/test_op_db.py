@@ -7,8 +7,6 @@ in any dtype, listed calls in the dtypes that no rule touches, calls with
 `out=`, and the errors that PyTorch expects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple

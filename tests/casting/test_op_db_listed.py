@@ -5,8 +5,6 @@ inside a FakeTensorMode tensors may claim to be on CUDA.  Plain PyTorch in FP32
 says which values and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Put in, take out: every owner ends as it was found."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """RNN, LSTM, GRU and cells at O1, with weights that are not as `nn` made them; weight norms."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`patch_scope`: which calls outside managed forwards are cast, and which never are."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 

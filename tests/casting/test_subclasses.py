@@ -1,7 +1,5 @@
 """Managed models with tensor subclasses, dispatch modes, fake tensors and default devices."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

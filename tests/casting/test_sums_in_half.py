@@ -4,17 +4,17 @@ A run over PyTorch's operators (`op_db`), and calls that it cannot reach, each w
 elements that come to one place, in the result or in a gradient.
 """
 
-from __future__ import annotations
+import re
 
 import pytest
 import torch
 from op_calls import CALLS, OPS, groups, samples
 from op_sums import ADDED, RIGHT, WRONG, ZEROS, enlarged, error_of, is_small, tried
+from operators import Operators
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
-from ampatch.casting.places import has, resolve
+from ampatch.casting.places import exists, resolve
 from ampatch.casting.tables import EVERY_LEVEL, Rule
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ PLACES = {
     (row.where, name): row.only_gradient
     for row in EVERY_LEVEL
     for name in row.names
-    if row.rule is not Rule.FLOAT and has(row.where, name)
+    if row.rule is not Rule.FLOAT and exists(row.where, name)
 }
 """Whether only the gradient is wrong in half."""
 
@@ -168,15 +168,14 @@ def test_no_operator_adds_up_in_half(names, limit):
     assert wrong == {}
 
 
-class _Dtypes(TorchDispatchMode):
-    def __init__(self):
+class _Dtypes(Operators):
+    def __init__(self, names):
         super().__init__()
-        self.seen = []
+        self.names = re.compile(names)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "pool" in func.overloadpacket.__name__ or "mean" in func.overloadpacket.__name__:
+    def look(self, function, args):
+        if self.names.fullmatch(function.overloadpacket.__name__):
             self.seen.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 F = torch.nn.functional
@@ -212,11 +211,11 @@ def test_pooling_is_fp32_inside_where_many_windows_have_an_element_alone(level):
     x = torch.randn(2, 4, 12, 12).bfloat16().requires_grad_()
     for calls, expected in ((USUAL, torch.bfloat16), (OVERLAPPING, torch.float32)):
         for call in calls:
-            with _Dtypes() as dtypes:
+            with _Dtypes(".*(pool|mean).*") as dtypes:
                 call(x)
             assert expected in dtypes.seen
             assert expected is torch.float32 or set(dtypes.seen) == {expected}
-            with torch.no_grad(), _Dtypes() as dtypes:
+            with torch.no_grad(), _Dtypes(".*(pool|mean).*") as dtypes:
                 call(x)
             assert set(dtypes.seen) == {torch.bfloat16}  # its gradient alone is wrong
 
@@ -276,15 +275,8 @@ def test_batch_norms_of_torch_keep_their_kernel():
     for level in ("O1", "O2", "O3"):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         ampatch.initialize(model, opt_level=level, dtype="bfloat16", verbosity=0)
-        with _Norms() as norms:
+        with _Dtypes("native_batch_norm") as norms:
             model(torch.randn(16, 8)).float().sum().backward()
         assert norms.seen == [torch.bfloat16]
         assert model[1].running_mean.float().abs().sum() > 0
         ampatch.deactivate()
-
-
-class _Norms(_Dtypes):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "native_batch_norm":
-            self.seen.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))

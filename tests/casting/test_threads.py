@@ -1,7 +1,5 @@
 """Forwards in several threads, of one model and of several; replicas as DataParallel has them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,10 +1,9 @@
 """torch.func, torch.autograd.functional and forward-mode AD of managed models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from small_training import Made
 from torch import nn
 from torch.autograd import functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -15,25 +14,23 @@ H, FP32 = torch.bfloat16, torch.float32
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
-class Net(nn.Module):
+def network():
     """A layer used twice and a softmax; output (n, 4)."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x):
-        return torch.softmax(self.layer(self.norm(torch.tanh(self.layer(x)))), -1)
+    torch.manual_seed(0)
+    return Made(
+        lambda self, x: torch.softmax(self.layer(self.norm(torch.tanh(self.layer(x)))), -1),
+        layer=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+    )
 
 
 def managed(level):
-    return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0)
+    return ampatch.initialize(network(), opt_level=level, dtype=H, verbosity=0)
 
 
 def by_hand(level):
     """The function a managed model is, written with casts where the level has them."""
-    net, half = Net(), FP32 if level == "O0" else H
+    net, half = network(), FP32 if level == "O0" else H
 
     def cast(tensor):
         return tensor.to(half)
@@ -88,7 +85,7 @@ def forward_mode(function):
 def test_a_transform_of_a_managed_model(opt_level, caplog):
     """As that of the same function with its casts written out; nothing of it is kept."""
     expected = {name: transform(by_hand(opt_level)) for name, transform in TRANSFORMS.items()}
-    model = ampatch.initialize(Net(), opt_level=opt_level, dtype=H)
+    model = ampatch.initialize(network(), opt_level=opt_level, dtype=H)
     plain = model(X)
     for name, transform in TRANSFORMS.items():
         result = transform(model)

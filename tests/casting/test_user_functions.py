@@ -1,7 +1,5 @@
 """The user's own functions: decorators and registrations, methods and autograd Functions."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

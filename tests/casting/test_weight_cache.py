@@ -3,16 +3,14 @@
 What a training loop can show of it is in `tests/laws/situations_weights.py`.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from small_training import Made, step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
@@ -21,19 +19,18 @@ H = torch.bfloat16
 X = torch.ones(3, 4)
 
 
-class CountCasts(TorchDispatchMode):
+class CountCasts(Operators):
     """Counts dtype casts of tensors of one shape."""
 
     def __init__(self, shape) -> None:
         super().__init__()
         self.shape, self.count = shape, 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def look(self, function, args):
         if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
             self.count += 1
         elif function is torch.ops.aten._foreach_copy_.default:  # natively, a batch of one too
             self.count += sum(tensor.shape == self.shape for tensor in args[1])
-        return function(*args, **(kwargs or {}))
 
 
 class Twice(nn.Module):

@@ -1,7 +1,5 @@
 """`ampatch gradients`, `explain`, `doctor` and `run --debug`, as a user runs them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -158,7 +158,7 @@ WRONG = [
      '"--dtype"?\nPut -- before the script\'s own arguments: ampatch tune train.py --opt-level '
      "O1 --out x -- --dtypes float16"),
     ("tune train.py --resume",
-     "--opt-level: expected O1, O2 or O3, the level to bring back. ampatch-tune/train holds no"),
+     "--opt-level: expected O1, O2 or O3, the level to repair. ampatch-tune/train holds no"),
     ("sweep train.py --timeout soon", "argument --timeout: invalid float value: 'soon'"),
     ("sweep train.py --timeout -1", "--timeout -1.0: must be above 0"),
     ("sweep train.py --levels O0,O7", "unknown level 'O7'.\nExpected some of O0, O1, O2, O3."),
@@ -171,7 +171,7 @@ WRONG = [
     ("sweep train.py --seeds 0", "--seeds 0: expected at least 1"),
     ("sweep train.py --with O2", "--with 'O2': expected an opt level and settings"),
     ("sweep train.py --with 'O2 lr=1'", "initialize has no setting 'lr'"),
-    ("sweep train.py --with 'O1 master_weights=True'", "are their own masters"),
+    ("sweep train.py --with 'O1 master_weights=True'", "all weights stay FP32"),
     ("sweep train.py --metric 'acc=[('", "no regular expression"),
     (r"sweep train.py --metric 'acc=\d+'", "expected one group in parentheses"),
     ("sweep train.py --resume", "there is no sweep to resume"),

@@ -1,7 +1,5 @@
 """How the commands end: closed pipes, Ctrl-C, what cannot be written."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

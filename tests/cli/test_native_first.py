@@ -1,7 +1,5 @@
 """`ampatch run` and `ampatch sweep` build the native part before the first trial, in one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -54,7 +52,7 @@ def test_a_long_compilation_gives_signs_of_life(command, built, monkeypatch, cap
             said.append(capsys.readouterr().err)
         return tmp_path
 
-    monkeypatch.setattr(native_first, "SILENT", 0.01)
+    monkeypatch.setattr(native_first, "INTERVAL", 0.01)
     monkeypatch.setattr(building, "build", compile)
     if command == "run":
         assert native_first.build()

@@ -1,7 +1,5 @@
 """`ampatch run --auto`, as a user runs it: one script by Python, in float16 and in bfloat16."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

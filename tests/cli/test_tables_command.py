@@ -1,7 +1,5 @@
 """`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings
@@ -19,7 +17,7 @@ from warm_python import python
 import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.calls import CastState
-from ampatch.casting.places import has
+from ampatch.casting.places import exists
 from ampatch.casting.tables import (
     APEX,
     BANNED,
@@ -63,7 +61,7 @@ def test_text_and_json_hold_every_row(here):
 
 
 def test_what_is_patched_beside_the_tables_is_named():
-    patched = {(where, name) for where, name, _ in special_ops.of_modules(CastState())}
+    patched = {(where, name) for where, name, _ in special_ops.module_functions(CastState())}
     by_another_name = ("torch.utils.checkpoint", "checkpoint")  # what it calls is patched
     assert set(content.PARTS) == patched | {by_another_name}
 
@@ -156,7 +154,7 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
         for row in ROWS
         if row not in BEYOND
         for name in row.names
-        if not row.native and has(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
+        if not row.native and exists(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
     ]
     samples = {(row.where, name): mixtures(row.where, name) for row, name in places}
 

@@ -1,7 +1,5 @@
 """Checkpoints in apex's layouts load; the reference is a plain FP32 loop that wrote them so."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

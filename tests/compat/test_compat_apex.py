@@ -1,7 +1,5 @@
 """The `apex` package: its names, what it gives way to, and what it says of missing parts."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

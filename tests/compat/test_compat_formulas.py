@@ -1,7 +1,5 @@
 """apex.optimizers against their formulas, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 With the `apex` package and without.  What scripts and libraries put there: models/test_own_frames.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 

@@ -1,7 +1,5 @@
 """apex.fp16_utils: half models and master weights by hand, against plain FP32 training."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

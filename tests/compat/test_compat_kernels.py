@@ -1,7 +1,5 @@
 """apex's compiled modules: what an import finds computes as torch does; others do not import."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util
@@ -327,14 +325,13 @@ class Normed(torch.nn.Module):
         return self.last(OwnNorm.apply(x, weight, bias) if self.own else self.norm(x))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_function_of_the_scripts_own_trains_by_the_kernels_as_torchs_layer_does(amp, level):
+def test_a_function_of_the_scripts_own_trains_by_the_kernels_as_torchs_layer_does(amp, opt_level):
     ends = []
     for own in (True, False):
         torch.manual_seed(0)
         model = Normed(own)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
         x = numbers(16, 6)
         for _ in range(10):
             optimizer.zero_grad()

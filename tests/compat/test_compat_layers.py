@@ -1,7 +1,5 @@
 """apex.mlp, apex.fused_dense and apex.reparameterization, beside torch's own layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """amp_C, apex_C and what calls them: lists of tensors, against the formulas."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

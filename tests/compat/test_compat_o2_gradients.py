@@ -4,8 +4,6 @@ apex's steps dropped the gradients of masters, and its blocks those of the model
 The oracle is FP32 training that zeroes by hand, weight by weight.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """apex.optimizers against torch's."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

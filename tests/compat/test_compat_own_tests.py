@@ -3,8 +3,6 @@
 The models mix FP32 and half weights, which are left as they are (`cast_model_type=False`).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

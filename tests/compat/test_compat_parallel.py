@@ -1,7 +1,5 @@
 """apex.parallel and apex.normalization: two gloo ranks against one process with all the data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

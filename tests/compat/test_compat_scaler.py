@@ -3,8 +3,6 @@
 `delay_overflow_check=True` leaves it to the script, as NVIDIA's BERT recipe does.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 

@@ -3,8 +3,6 @@
 Each prints JSON at its end: its losses, the dtypes that a layer gave, and what its idiom is about.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

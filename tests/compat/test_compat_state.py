@@ -1,7 +1,5 @@
 """apex's inner parts that scripts reach into: lists, handles, loss scalers."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """What an opt level and the arguments of `initialize` say stands in one place each."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

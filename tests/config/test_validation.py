@@ -1,7 +1,5 @@
 """Checks of single values: what counts, what is refused, and how the message begins."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,12 +1,10 @@
 """`ampatch.debug`: constructed overflows, and whether the right place is named."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
 import torch
-from small_training import managed
+from small_training import managed, pass_back
 from torch import nn
 
 import ampatch
@@ -46,16 +44,15 @@ def linear(weight: float) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_linear_that_overflows_float16_is_named(level, caplog):
+def test_a_linear_that_overflows_float16_is_named(opt_level, caplog):
     model = nn.Sequential(linear(1.0), nn.Sequential(linear(300.0)))
-    ampatch.initialize(model, opt_level=level, verbosity=1)
+    ampatch.initialize(model, opt_level=opt_level, verbosity=1)
     caplog.clear()
     with ampatch.debug(model) as debugger:
         model(torch.full((1, 4), 100.0))  # 4 * 100, then 4 * 400 * 300 > 65504
         model(torch.full((1, 4), 100.0)).sum().backward()
     report = debugger.report
-    if level == "O0":
+    if opt_level == "O0":
         assert report is None
         return
     assert (report.module, report.module_class, report.phase) == ("1.0", "Linear", "forward")
@@ -109,8 +106,7 @@ def debugged_steps(function, count, *, lr=0.0, stop_at="unabsorbed", **settings)
         for _ in range(count):
             optimizer.zero_grad()
             loss = model(torch.ones(1, 4)).sum()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer)
             optimizer.step()
     return debugger
 
@@ -164,8 +160,7 @@ def test_a_pass_outside_of_a_block_has_no_scale_to_absorb():
     model = nn.Sequential(linear(0.5), Backward(lambda gradient: gradient * 60000), linear(0.5))
     model, optimizer = managed(model, "O1", torch.float16)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss(model(torch.ones(1, 4)).sum() * 1e-6, optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.ones(1, 4)).sum() * 1e-6, optimizer)
         assert debugger.report is None
         model(torch.ones(1, 4)).sum().backward()
     assert debugger.report.loss_scale is None and debugger.report.phase == "backward"
@@ -176,8 +171,7 @@ def test_a_hook_that_the_script_sets_later_is_seen(level):
     model, optimizer = managed(linear(0.5), level, torch.float16, init_scale=16.0)
     with ampatch.debug(model) as debugger:
         model.weight.register_hook(lambda gradient: gradient * float("nan"))
-        with ampatch.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.ones(1, 4)).sum(), optimizer)
     assert (debugger.report.operator, debugger.report.phase) == ("aten.mul", "backward")
 
 
@@ -226,8 +220,7 @@ def test_complex_gradients(scale, at_1):
     model = nn.ParameterList([torch.full((2,), 1e-30 + 0j, dtype=torch.complex64)])
     model, optimizer = managed(model, "O1", torch.float16, loss_scale=scale, init_scale=2.0)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss((model[0] * 2e38).real.sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back((model[0] * 2e38).real.sum(), optimizer)
     assert len(debugger.passed_over) == (at_1 is None)
     report = debugger.report or debugger.passed_over[0]
     assert (report.dtype, report.phase) == (torch.complex64, "backward")

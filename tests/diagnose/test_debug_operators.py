@@ -1,7 +1,5 @@
 """`ampatch.debug` names the operator: overflows built by hand at known places."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -9,27 +7,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed
-from small_training import managed
+from small_training import Made, managed, pass_back
 from torch import nn
 
 import ampatch
 from ampatch.torch_private import dispatch_modes
 
 
-class Steps(nn.Module):
-    """A model whose forward is the function given."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = forward
-
-    def forward(self, x):
-        return self.function(self, x)
+def of_steps(forward):
+    return Made(forward, linear=nn.Linear(4, 4))
 
 
 def report_of(forward, x, *, level=None, backward=False):
-    model = Steps(forward)
+    model = of_steps(forward)
     if level is not None:
         ampatch.initialize(model, opt_level=level, verbosity=0)
     with ampatch.debug(model) as debugger:
@@ -147,8 +137,7 @@ def test_the_loss_outside_of_the_model():
     model, optimizer = managed(nn.Linear(2, 1), "O1", torch.float16)
     with ampatch.debug(model) as debugger:
         loss = torch.log(model(torch.ones(1, 2)).sum() * 0)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        pass_back(loss, optimizer)
     report = debugger.report
     assert (report.module, report.operator, report.where) == (None, "aten.log", "loss")
     assert "outside of the model" in str(report) and "torch.log(" in report.location
@@ -160,8 +149,7 @@ def test_an_optimizer_that_writes_nan_into_half_weights():
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     ampatch.initialize(model, optimizer, opt_level="O3", verbosity=0)
     with ampatch.debug(model) as debugger:
-        with ampatch.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(model(torch.zeros(1, 2)).sum(), optimizer)
         optimizer.step()
     report = debugger.report
     assert (report.phase, report.module) == ("step", None)
@@ -222,7 +210,7 @@ def test_forwards_in_several_threads():
         ready.wait()
         return y
 
-    model = nn.Sequential(nn.Sequential(Steps(forward)))
+    model = nn.Sequential(nn.Sequential(of_steps(forward)))
     with ampatch.debug(model) as debugger:
         other = threading.Thread(target=model, args=(torch.full((2, 4), 100.0),))
         other.start()
@@ -234,7 +222,7 @@ def test_forwards_in_several_threads():
 
 
 def test_nothing_is_kept_alive():
-    model = Steps(lambda module, x: torch.exp(module.linear(x) * 1e9))
+    model = of_steps(lambda module, x: torch.exp(module.linear(x) * 1e9))
     gone = weakref.ref(model)
     debugger = ampatch.debug(model)
     model(torch.ones(2, 4)).sum().backward()
@@ -250,7 +238,7 @@ def test_an_exception_in_the_forward_leaves_the_names_right():
             raise ValueError("bad batch")
         return torch.exp(x)
 
-    model = nn.Sequential(Steps(forward))
+    model = nn.Sequential(of_steps(forward))
     with ampatch.debug(model) as debugger:
         with pytest.raises(ValueError, match="bad batch"):
             model(-torch.ones(2, 4))

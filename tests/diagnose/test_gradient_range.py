@@ -1,7 +1,5 @@
 """`ampatch.gradient_range`: counted by hand, and against casts to float16."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -10,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_training import managed, step
+from small_training import managed, pass_back, step
 from torch import nn
 
 import ampatch
@@ -97,8 +95,7 @@ def counted_steps(model, steps=1, loss=lambda model: model(torch.tensor(1.0)), *
     with ampatch.gradient_range(model) as gradients:
         for _ in range(steps):
             if settings:
-                with ampatch.scale_loss(loss(model), optimizer) as scaled:
-                    scaled.backward()
+                pass_back(loss(model), optimizer)
             else:
                 loss(model).backward()
             optimizer.step()

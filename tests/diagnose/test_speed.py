@@ -1,7 +1,5 @@
 """What `ampatch doctor` calls faster, slower or a tie, also where other processes take the time."""
 
-from __future__ import annotations
-
 import random
 import types
 
@@ -54,7 +52,7 @@ def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalle
     of_types = verdicts()
     assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
     assert of_types[torch.float32] == "tie"
-    types = speed.half_dtypes("cpu")
+    types = speed.half_speeds("cpu")
     assert types.fast == fast and types.lowest == types.highest  # there is one operation
     assert types.lowest == pytest.approx(
         {str(d).removeprefix("torch."): 1 / t for d, t in zip(speed.HALF_DTYPES, times)}, rel=0.1
@@ -80,7 +78,7 @@ def test_verdicts_and_figures(ratio, low, high, verdict, figure):
 def test_torch_is_measured_and_not_the_casts(monkeypatch):
     ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
     monkeypatch.setattr(speed, "ROUNDS", 3)
-    monkeypatch.setattr(speed, "LONGEST", 0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0)
     seen = []
     find = speed.operations
 

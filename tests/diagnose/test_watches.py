@@ -1,16 +1,15 @@
 """What `ampatch.debug`, `report` and `gradient_range` share: they come, go, and change nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from engine import registry
-from small_training import managed
+from operators import Operators
+from small_training import managed, pass_back
 from torch import nn
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ampatch
 
@@ -61,14 +60,9 @@ def test_nothing_is_left_behind(kind, end):
     watch.remove()
 
 
-class Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_that_was_entered_later_stays():
     debugger = ampatch.debug(nn.Linear(2, 2))
-    with Passing() as above:
+    with Operators() as above:
         debugger.remove()  # not the innermost
         assert _get_current_dispatch_mode_stack() == [above]
 
@@ -82,8 +76,7 @@ def test_training_is_the_same_with_it(kind):
         values = []
         for _ in range(5):
             loss = model(torch.ones(4, 8)).pow(2).mean()
-            with ampatch.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            pass_back(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             values.append(loss.item())
@@ -104,8 +97,7 @@ def test_a_watch_of_every_model_outlives_deactivate():
         with ampatch.report() as casts:
             ampatch.deactivate()
             ampatch.initialize(model, optimizer, opt_level="O1", dtype="bfloat16", verbosity=0)
-            with ampatch.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) as scaled:
-                scaled.backward()
+            pass_back(model(torch.ones(1, 8)).sum(), optimizer)
             optimizer.step()
     assert debugger.step == 2 and gradients.steps == 2  # a plain one, and a managed one
     assert casts.functions["torch.nn.functional.linear"].calls == 1

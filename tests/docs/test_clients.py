@@ -1,7 +1,5 @@
 """clients/ is run by hand (docs/clients.md); here only that it hangs together."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import importlib.util

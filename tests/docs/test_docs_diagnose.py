@@ -1,7 +1,5 @@
 """The examples in docs/diagnose.md, and the outputs shown for them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

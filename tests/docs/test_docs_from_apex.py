@@ -1,7 +1,5 @@
 """Every snippet of docs/from_apex.md runs, before and after, and trains in half."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

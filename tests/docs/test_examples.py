@@ -4,8 +4,6 @@ They run in this process, one after the other, under an observer: starting one t
 training here.  A sweep starts them as a user does, in the tests of their seeds and of the README.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """README, CONTRIBUTING, docs/ and the guides of rooms: links work, files that they name exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The README, as the package page shows it too: its links, its commands, its extras."""
 
-from __future__ import annotations
-
 import configparser
 import inspect
 import re

@@ -1,7 +1,5 @@
 """docs/reference/ has what docstrings and parsers say: `python docs/site/reference.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -5,8 +5,6 @@ The Python of a page is one program: its blocks share their names, and what a re
 these files.  The pages in `distributed/` have programs for two ranks.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small problems for apex's optimizers."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -4,8 +4,6 @@ Static scales are powers of two, so in bfloat16 at a scale, and wherever the mod
 results can be compared closely.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

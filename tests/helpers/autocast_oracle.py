@@ -4,8 +4,6 @@ Inside a FakeTensorMode tensors may claim to be on CUDA, and the dispatcher
 applies the real autocast policy to them.  Ask before `ampatch.initialize`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DRIVERLESS = bool(torch.version.cuda) and not torch.cuda.is_available()
 """In such builds some functions (convolutions, lstm) ask the driver even for fake tensors."""
@@ -44,23 +42,15 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
 
 def on_fake_cuda(tree: Any) -> Any:
     """Tensors of the same shapes and dtypes that say they are on CUDA; within a FakeTensorMode."""
-    return tree_map(
-        lambda leaf: (
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda")
-            if isinstance(leaf, Tensor)
-            else leaf
-        ),
-        tree,
+    return tree_map_only(
+        Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda"), tree
     )
 
 
 def to(dtype: torch.dtype, tree: Any) -> Any:
     """The floating tensors of a tree in `dtype`."""
-    return tree_map(
-        lambda leaf: (
-            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        ),
-        tree,
+    return tree_map_only(
+        Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree
     )
 
 

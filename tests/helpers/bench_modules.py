@@ -1,7 +1,5 @@
 """Modules of benchmarks/, for tests of what they count."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

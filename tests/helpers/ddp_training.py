@@ -1,7 +1,5 @@
 """A small model, its data and its steps, for tests with several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A script whose models are collected when the interpreter ends."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from ampatch.casting.calls import FOLLOW, here
+from ampatch.casting.calls import PROCESS_POLICY, thread_calls
 from ampatch.session.session import registry
 
-__all__ = ["FOLLOW", "STATE", "here", "nothing_runs", "registry"]
+__all__ = ["PROCESS_POLICY", "STATE", "nothing_runs", "registry", "thread_calls"]
 
 STATE = registry.state
 
 
 def nothing_runs() -> bool:
     """Whether no call, block or region is under way, in this thread and for others' functions."""
-    return not here.stack and here.policy is FOLLOW and here.copies is None and not STATE.per_thread
+    calls = thread_calls
+    is_outside = not calls.stack and calls.policy is PROCESS_POLICY and calls.copies is None
+    return is_outside and not STATE.per_thread

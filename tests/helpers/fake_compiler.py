@@ -1,7 +1,5 @@
 """A C++ compiler for tests, which compiles nothing: what it links is a library that there is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 SCRIPT = """#!/bin/sh

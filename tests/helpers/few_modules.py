@@ -1,7 +1,5 @@
 """Which modules the tests' sessions search for names bound early: those that hold such names."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """RNNs as they are on CUDA: their weights in one block of memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Which Python functions a call enters, and how many."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -1,11 +1,9 @@
 """Which dtypes the kernels that multiply matrices really get."""
 
-from __future__ import annotations
-
 from typing import Any
 
+from operators import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 MATRIX_KERNELS = (
     "mm",
@@ -25,14 +23,14 @@ FUSED = MASKS.keys()
 """The kernels of torch's modules for attention in evaluation."""
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(Operators):
     """The dtypes of the matrices that kernels multiplying matrices are given, by kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, set] = {}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def look(self, function, args) -> None:
         name = function._overloadpacket.__name__
         if name in MATRIX_KERNELS:
             matrices = [
@@ -43,7 +41,6 @@ class Kernels(TorchDispatchMode):
             self.seen.setdefault(name, set()).update(
                 matrix.dtype for matrix in matrices if matrix.is_floating_point()
             )
-        return function(*args, **(kwargs or {}))
 
     def dtypes(self) -> set:
         assert self.seen, "no matrix kernel ran"

@@ -1,7 +1,5 @@
 """A build of the native part for the tests, and programs that run with and without it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -3,8 +3,6 @@
 No mode of torch does this, because a mode would see, and move, what ampatch makes as well.
 """
 
-from __future__ import annotations
-
 import functools
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Two ranks, the second without ampatch: python one_rank_without.py disabled|never STORE RANK"""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

@@ -22,29 +22,23 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ampatch.casting.tables import (
-    BANNED,
-    BEYOND,
-    BLACKLIST,
-    EVERY_LEVEL,
-    PROMOTE,
-    WHITELIST,
-    Row,
-    Rule,
-)
+from ampatch.casting import tables
+from ampatch.casting.tables import Row, Rule
 
 
 def _rules(rows: Iterable[Row]) -> dict[str, Rule]:
     return {f"{row.where}.{name}": row.rule for row in rows if not row.native for name in row.names}
 
 
-_CAST = _rules((*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND))
-RULE_OF = {**_rules(EVERY_LEVEL), **_CAST}
+_CAST = _rules(
+    (*tables.WHITELIST, *tables.BLACKLIST, *tables.PROMOTE, *tables.BANNED, *tables.BEYOND)
+)
+RULE_OF = {**_rules(tables.EVERY_LEVEL), **_CAST}
 IN_HALF = RULE_OF.keys() - _CAST.keys()
 """What no level casts: these rows act on calls in half."""
-BEYOND_ROWS = {f"{row.where}.{name}" for row in BEYOND for name in row.names}
+BEYOND_ROWS = {f"{row.where}.{name}" for row in tables.BEYOND for name in row.names}
 HALVES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALVES)
 NAMES = [f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name for op in op_db]
@@ -162,13 +156,11 @@ class Sample:
     kwargs: dict
 
     def fresh(self, change: Callable[[Tensor], Tensor] | None = None) -> Sample:
-        def copy(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def copy(leaf: Tensor) -> Tensor:
             new = leaf.detach().clone() if change is None else change(leaf)
             return new.requires_grad_() if leaf.requires_grad and change is None else new
 
-        return Sample(*tree_map(copy, (self.args, self.kwargs)))
+        return Sample(*tree_map_only(Tensor, copy, (self.args, self.kwargs)))
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
         return self.fresh(lambda leaf: leaf.to(dtype) if leaf.dtype in CASTABLE else leaf)

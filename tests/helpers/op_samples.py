@@ -4,8 +4,6 @@ Values lie in (0.1, 0.9), where logarithms, arc functions and powers are
 defined and half precision is good to two digits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ have what it cannot make, because sizes depend on each other or stand in argumen
 in (0.5, 1): in half their sum stops at 256 (bfloat16) or 2,048 (float16) times an addend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from op_calls import Sample, look_up, quietly, seed
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 ADDED = 4096
 MOST = 2**19
@@ -109,15 +107,13 @@ def _computed(
     """Floating results, and gradients, of inputs that are `change` of `values`."""
     inputs: list[Tensor] = []
 
-    def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def changed(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.clone()
         inputs.append(change(values(*leaf.shape)).requires_grad_())
         return inputs[-1]
 
-    args, kwargs = tree_map(changed, (sample.args, sample.kwargs))
+    args, kwargs = tree_map_only(Tensor, changed, (sample.args, sample.kwargs))
     seed()
     with quietly():
         actual = [leaf for leaf in tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]

@@ -5,8 +5,6 @@ builds ask for them.  Imported before ampatch.  Processes that a test starts, an
 get the variables.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 `READERS` has them by framework.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import types

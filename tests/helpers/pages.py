@@ -4,8 +4,6 @@
 Python with `title="train.py"` is a file, for the commands of the page.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

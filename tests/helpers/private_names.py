@@ -1,7 +1,5 @@
 """Private names of torch in ampatch's syntax trees: where they stand, and how to take some away."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

@@ -1,7 +1,5 @@
 """Processes with a gloo group between them, started once, that do what tests send them."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import multiprocessing

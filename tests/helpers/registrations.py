@@ -1,7 +1,5 @@
 """Registered functions outlive sessions: a test that registers some takes them back."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

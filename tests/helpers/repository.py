@@ -1,7 +1,5 @@
 """Where things are in the repository, for tests that read or start them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]

@@ -3,8 +3,6 @@
 python resuming.py FOLDER     # prints one line per run that did not go on bit for bit
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

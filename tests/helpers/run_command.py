@@ -1,7 +1,5 @@
 """Commands of ampatch for the tests of them: in a process of their own, and in this one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """A model with a norm and its optimizer, their steps, and all that a session may change of them."""
 
-from __future__ import annotations
-
 import small_training
 import torch
 from small_training import data

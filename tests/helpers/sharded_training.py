@@ -1,7 +1,5 @@
 """Training on sharded models (`fully_shard`): by ampatch, by FSDP2 alone, and in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Python looks for signals as a Python function begins and as a C function returns.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys

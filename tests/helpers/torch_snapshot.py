@@ -1,7 +1,5 @@
 """What torch holds, attribute by attribute, and what has changed since."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from operator import attrgetter, is_not

@@ -3,8 +3,6 @@
 It prints what `train` returned.  "plain": the model has no recurrent layer.
 """
 
-from __future__ import annotations
-
 import sys
 
 import private_names

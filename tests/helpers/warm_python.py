@@ -8,8 +8,6 @@ test of the start or the end of the interpreter, or of what is imported when, st
 with `subprocess`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

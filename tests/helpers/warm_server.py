@@ -1,7 +1,5 @@
 """The process with torch imported that forks others: see `warm_python`."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

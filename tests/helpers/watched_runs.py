@@ -1,7 +1,5 @@
 """Runs of frameworks, and what was computed in which dtype and said meanwhile."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tests of integrations search the modules of the frameworks for names bound early, as users do."""
 
-from __future__ import annotations
-
 import pytest
 
 from ampatch.casting import places

@@ -1,7 +1,5 @@
 """Runs with accelerate's `Accelerator`, for the law of frameworks."""
 
-from __future__ import annotations
-
 import os
 
 import torch.distributed as dist

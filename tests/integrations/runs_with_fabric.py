@@ -1,7 +1,5 @@
 """Training runs with Lightning Fabric, for the law of frameworks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Runs with ignite's `Engine`, for the law of frameworks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

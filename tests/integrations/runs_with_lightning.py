@@ -1,7 +1,5 @@
 """Training runs with Lightning's Trainer, for the law of frameworks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

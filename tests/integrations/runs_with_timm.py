@@ -1,7 +1,5 @@
 """Runs with timm's scalers, checkpoints and clipping, for the law of frameworks."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """The runs of transformers' Trainer, for the law of frameworks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """accelerate's `Accelerator` under an opt level: what a script asks of it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """ignite's engines with ampatch's update functions: their arguments, metrics and checkpoints."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 

@@ -8,8 +8,6 @@ The bounds are those of a half dtype: two or three digits for bfloat16, three fo
 the weights are in half too, so rounding adds up from step to step.  At O0 every bit is FP32's.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

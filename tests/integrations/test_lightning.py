@@ -1,7 +1,5 @@
 """The precision plugin of Lightning's Trainer, beside FP32 and Lightning's own mixed precision."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import warnings

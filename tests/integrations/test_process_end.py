@@ -1,7 +1,5 @@
 """gloo's process group at the end of a process, whose script does not destroy it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`AmpatchScaler` in the order of timm's train.py, with timm's own tools around it."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' Trainer with ampatch: what the law of frameworks does not ask."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -1,13 +1,11 @@
 """torch.compile with `fullgraph=True`: the active policy is traced, guarded and put back."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
 import torch._dynamo.testing
-from small_training import step
+from small_training import Made, step
 from torch import nn
 
 import ampatch as amp
@@ -27,13 +25,8 @@ def compiled(model, backend="eager"):
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(self.layer(x))
+def twice():
+    return Made(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(4, 4))
 
 
 @pytest.fixture
@@ -50,7 +43,7 @@ def inputs():
     ],
 )
 def test_a_model_that_was_compiled_and_called_before(inputs, level, around, backend):
-    model = Twice()
+    model = twice()
     fast = compiled((lambda x: model(x)) if around else model, backend)
     assert fast(inputs).dtype is FP32
     amp.initialize(model, opt_level=level, verbosity=0)
@@ -67,14 +60,14 @@ def test_hooks_are_not_compiled_as_frames_of_their_own(inputs):
     for level in ("O1", "O2"):
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounter()
-        model = amp.initialize(Twice(), opt_level=level, verbosity=0)
+        model = amp.initialize(twice(), opt_level=level, verbosity=0)
         compiled(model, counter)(inputs)
         assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("level", ["O0", None])
 def test_another_model_beside_one_at_o1(inputs, level):
-    managed, other = Twice(), Twice()
+    managed, other = twice(), twice()
     if level:
         amp.initialize(other, opt_level=level, verbosity=0)
     amp.initialize(managed, verbosity=0, patch_scope="model")
@@ -118,7 +111,7 @@ def capture():
 
 
 def test_the_casts_are_in_the_graph_and_no_weight_is_baked_in(capture, inputs):
-    model = amp.initialize(Twice(), verbosity=0)
+    model = amp.initialize(twice(), verbosity=0)
     fast = compiled(model, capture)
     with torch.no_grad():
         before = fast(inputs)
@@ -131,7 +124,7 @@ def test_the_casts_are_in_the_graph_and_no_weight_is_baked_in(capture, inputs):
 
 
 def test_switching_casts_off_and_on_compiles_each_kind_once(capture, inputs):
-    model = Twice()
+    model = twice()
     fast = compiled(model, capture)
     plain = fast(inputs)
     amp.initialize(model, verbosity=0)
@@ -152,7 +145,7 @@ def test_switching_casts_off_and_on_compiles_each_kind_once(capture, inputs):
 
 
 def test_dynamic_shapes(capture, opt_level):
-    model = amp.initialize(Twice(), opt_level=opt_level, verbosity=0)
+    model = amp.initialize(twice(), opt_level=opt_level, verbosity=0)
     fast = torch.compile(model, backend=capture, fullgraph=True, dynamic=True)
     for rows in (2, 3, 5, 9):
         x = torch.ones(rows, 4)
@@ -160,17 +153,14 @@ def test_dynamic_shapes(capture, opt_level):
     assert len(capture.graphs) == 1
 
 
-class Mixed(nn.Module):
+def mixed():
     """A norm that stays FP32, a layer that is used twice, and a weight of its own."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.scale, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.first(torch.relu(self.norm(self.first(x)))) * self.scale
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "unused": nn.Linear(2, 2)}
+    return Made(
+        lambda self, x: self.first(torch.relu(self.norm(self.first(x)))) * self.scale,
+        **{**parts, "scale": nn.Parameter(torch.ones(4))},
+    )
 
 
 def around_forward(model, optimizer, compile_it):
@@ -224,7 +214,7 @@ def test_training_equals_eager_and_compiles_once(level, ways, when, monkeypatch)
     monkeypatch.setitem(SETTINGS, "opt_level", level)
     for is_compiled in (False, True):
         torch._dynamo.reset()
-        model = Mixed()
+        model = mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         compile_it = functools.partial(torch.compile, backend=backend, fullgraph=True)
         if is_compiled and when == "before":

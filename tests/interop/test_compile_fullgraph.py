@@ -1,7 +1,5 @@
 """torch.compile in whole graphs at O1: every kind of layer, bit for bit as in eager."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -11,6 +9,7 @@ import torch._dynamo
 import torch._dynamo.trace_rules as rules
 import torch._dynamo.variables.torch as variables
 import torch.nn.functional as F
+from small_training import Made
 from torch import nn
 
 import ampatch as amp
@@ -29,25 +28,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-class Calls(nn.Module):
-    def __init__(self, function, *shape):
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.randn(shape))
-
-    def forward(self, x):
-        return self.function(x, self.weight)
-
-
-class Attention(nn.Module):
-    """Every input is `x`; returns the output, and the attention's weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x):
-        return self.inner(x, x, x)
+def calls(function, *shape):
+    weight = nn.Parameter(torch.randn(shape))
+    return Made(lambda self, x: function(x, self.weight), weight=weight)
 
 
 def after(layer, *layers):
@@ -65,7 +48,7 @@ CASES = {
     "group_norm": (lambda: after(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (2, 3, 6, 6)),
     "layer_norm": (lambda: after(nn.Linear(4, 6), nn.LayerNorm(6)), (3, 4)),
     "softmax": (lambda: after(nn.Linear(4, 6), nn.Softmax(-1)), (3, 4)),
-    "torch.softmax": (lambda: Calls(lambda x, w: torch.softmax(F.linear(x, w), -1), 6, 4), (3, 4)),
+    "torch.softmax": (lambda: calls(lambda x, w: torch.softmax(F.linear(x, w), -1), 6, 4), (3, 4)),
     "layers": (
         lambda: after(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.LayerNorm(4), nn.Flatten(),
@@ -73,27 +56,30 @@ CASES = {
         ),
         (2, 3, 6, 6),
     ),
-    "matmul": (lambda: Calls(lambda x, w: torch.matmul(x, w), 4, 5), (3, 4)),
-    "operator": (lambda: Calls(lambda x, w: x @ w, 4, 5), (3, 4)),
-    "bmm": (lambda: Calls(lambda x, w: torch.bmm(x, w), 2, 4, 5), (2, 3, 4)),
-    "baddbmm": (lambda: Calls(lambda x, w: torch.baddbmm(x @ w, x, w), 2, 4, 4), (2, 4, 4)),
-    "Tensor.bmm": (lambda: Calls(lambda x, w: torch.Tensor.bmm(x, w), 2, 4, 5), (2, 3, 4)),
-    "einsum": (lambda: Calls(lambda x, w: torch.einsum("ij,jk->ik", x, w), 4, 5), (3, 4)),
-    "einsum of elements": (lambda: Calls(lambda x, w: torch.einsum("i,j->ij", x, w), 5), (3,)),
-    "exp": (lambda: Calls(lambda x, w: torch.exp(F.linear(x, w)), 5, 4), (3, 4)),
-    "bilinear": (lambda: Calls(lambda x, w: torch.bilinear(x, x, w, None), 5, 4, 4), (3, 4)),
+    "matmul": (lambda: calls(lambda x, w: torch.matmul(x, w), 4, 5), (3, 4)),
+    "operator": (lambda: calls(lambda x, w: x @ w, 4, 5), (3, 4)),
+    "bmm": (lambda: calls(lambda x, w: torch.bmm(x, w), 2, 4, 5), (2, 3, 4)),
+    "baddbmm": (lambda: calls(lambda x, w: torch.baddbmm(x @ w, x, w), 2, 4, 4), (2, 4, 4)),
+    "Tensor.bmm": (lambda: calls(lambda x, w: torch.Tensor.bmm(x, w), 2, 4, 5), (2, 3, 4)),
+    "einsum": (lambda: calls(lambda x, w: torch.einsum("ij,jk->ik", x, w), 4, 5), (3, 4)),
+    "einsum of elements": (lambda: calls(lambda x, w: torch.einsum("i,j->ij", x, w), 5), (3,)),
+    "exp": (lambda: calls(lambda x, w: torch.exp(F.linear(x, w)), 5, 4), (3, 4)),
+    "bilinear": (lambda: calls(lambda x, w: torch.bilinear(x, x, w, None), 5, 4, 4), (3, 4)),
     "attention": (
-        lambda: Calls(lambda x, w: F.scaled_dot_product_attention(x, w, x), 2, 2, 4, 8),
+        lambda: calls(lambda x, w: F.scaled_dot_product_attention(x, w, x), 2, 2, 4, 8),
         (2, 2, 4, 8),
     ),
-    "MultiheadAttention": (Attention, (3, 2, 8)),
+    "MultiheadAttention": (
+        lambda: Made(lambda self, x: self.inner(x, x, x), inner=nn.MultiheadAttention(8, 2)),
+        (3, 2, 8),
+    ),
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
         (3, 2, 8),
     ),
     "LSTMCell": (lambda: nn.LSTMCell(4, 5), (3, 4)),
     "cross_entropy": (
-        lambda: Calls(
+        lambda: calls(
             lambda x, w: F.cross_entropy(F.linear(x, w), torch.tensor([0, 1, 2])), 5, 4
         ),
         (3, 4),
@@ -147,20 +133,12 @@ def test_compiled_equals_eager(cases, backend):
         assert all(map(torch.equal, plain, compiled)), case
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)
-
-    def forward(self, x):
-        first = self.a(x)
-        return first, self.b(first)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_policy_inside_the_graph_is_the_one_that_counts(backend):
     """The graph calls torch.conv1d by name, and runs under the policy around it."""
-    model, x = start(Two(), overrides={"b": "float"}), torch.randn(2, 3, 5)
+    parts = {name: nn.Conv1d(3, 3, 1) for name in "ab"}
+    model = Made(lambda self, x: (first := self.a(x), self.b(first)), **parts)
+    model, x = start(model, overrides={"b": "float"}), torch.randn(2, 3, 5)
 
     def without_casts(x):
         with amp.disable_casts():

@@ -1,7 +1,5 @@
 """DistributedDataParallel's options, and overflows on one rank only: the ranks stay equal."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

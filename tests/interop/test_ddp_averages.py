@@ -1,7 +1,5 @@
 """Two gloo ranks at O2: DDP averages FP32 gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """Gradients of single weights: a pass for the head reaches the head, as under torch.autocast."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """LR schedulers: none warns because of a skip; a warning is an error in all tests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.fx, torch.jit.script and trace, torch.export: what becomes of the casts."""
 
-from __future__ import annotations
-
 import io
 import logging
 
@@ -70,13 +68,12 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("is_root", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_traced_graph_is_fp32_on_the_models_weights_or_an_error(level, is_root):
+def test_a_traced_graph_is_fp32_on_the_models_weights_or_an_error(opt_level, is_root):
     """As under torch.amp the trace records no casts; layers that are its steps may be half."""
-    model = managed(level, Own(), patch_scope="model")
+    model = managed(opt_level, Own(), patch_scope="model")
     graph = torch.fx.symbolic_trace(model if is_root else nn.Sequential(model))
     assert len(list(graph.parameters())) == 3 and not list(graph.buffers())
-    if level == "O3":
+    if opt_level == "O3":
         with pytest.raises(RuntimeError, match="dtype"):
             graph(X)
         return
@@ -139,19 +136,18 @@ def test_script_finds_the_names_around_its_caller():
 
 
 @JIT
-@pytest.mark.parametrize("level", LEVELS)
-def test_script_of_a_managed_model(level, said):
+def test_script_of_a_managed_model(opt_level, said):
     """Hooks cannot be scripted; the model is compiled as its weights are, and on these."""
-    model = managed(level, verbosity=1)
+    model = managed(opt_level, verbosity=1)
     scripted = torch.jit.script(model)
     warned = [m for m in said() if "torch.jit.script(Net)" in m]
-    assert len(warned) == (level == "O1")
-    kept = H if level == "O3" else FP32
+    assert len(warned) == (opt_level == "O1")
+    kept = H if opt_level == "O3" else FP32
     expected = Net().eval().to(kept)
     with ampatch.disable_casts():
         torch.testing.assert_close(scripted(X.to(kept)), expected(X.to(kept)), rtol=0.02, atol=0.02)
     assert {p.dtype for p in scripted.parameters()} == {kept}
-    assert model(X)[0].dtype is (H if level == "O1" else FP32)  # still managed
+    assert model(X)[0].dtype is (H if opt_level == "O1" else FP32)  # still managed
     assert scripted.head.weight.data_ptr() == model.head.weight.data_ptr()
     ampatch.deactivate()
     assert "__prepare_scriptable__" not in vars(model)
@@ -218,17 +214,16 @@ def test_a_scripted_model_is_refused_by_torch_and_nothing_is_left():
 
 
 @JIT
-@pytest.mark.parametrize("level", LEVELS)
-def test_jit_trace_of_a_managed_model(level, tmp_path, said):
-    model = managed(level)
+def test_jit_trace_of_a_managed_model(opt_level, tmp_path, said):
+    model = managed(opt_level)
     traced = torch.jit.trace(model, X)
     expected = model(X)
     assert same(traced(X), expected)
     traced.save(tmp_path / "traced.pt")
     ampatch.deactivate()
     assert same(torch.jit.load(tmp_path / "traced.pt")(X), expected), "the casts are in it"
-    if level == "O1":
-        managed(level, traced, verbosity=1)
+    if opt_level == "O1":
+        managed(opt_level, traced, verbosity=1)
         assert same(traced(X), expected) and "TopLevelTracedModule is TorchScript" in said()[0]
 
 

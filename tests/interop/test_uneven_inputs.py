@@ -1,7 +1,5 @@
 """`DDP.join()` and `Join([ddp, zero])` with two gloo ranks, of which one runs out of data."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

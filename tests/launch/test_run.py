@@ -251,7 +251,7 @@ def test_options_override_what_a_script_for_apex_gives_and_one_line_says_so(
 ):
     write(tmp_path / "train.py", LEGACY)
     done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O2")
-    said = f"ampatch: active instead of the script's values: {replaced}\n" if replaced else ""
+    said = f"ampatch: replaced settings of the script: {replaced}\n" if replaced else ""
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, said)
 
 
@@ -283,6 +283,43 @@ def test_a_script_that_never_calls_initialize_is_told(text, options, said, tmp_p
     *_, last = here("run", *options, "train.py").stderr.splitlines() or [""]
     assert ("train.py never called ampatch.initialize" in last) == said
     assert ("ampatch run --auto train.py" in last) == said
+
+
+CATCHES_ALL = """
+import torch
+def main():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    INITIALIZE
+    model(torch.ones(1, SIZE))
+    optimizer.step()
+try:
+    main()
+except Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "initialize", "size", "said"),
+    [
+        (["--auto"], "", 3, True),
+        (["--auto"], "", 2, False),
+        ([], "model, optimizer", 3, True),
+        ([], "model, optimizer", 2, False),
+        ([], "model", 3, False),  # as for evaluation
+    ],
+)
+def test_a_script_that_hides_why_it_takes_no_step_is_told(
+    options, initialize, size, said, tmp_path, here
+):
+    call = f"import ampatch; ampatch.initialize({initialize}, verbosity=0)" if initialize else ""
+    text = CATCHES_ALL.replace("INITIALIZE", call).replace("SIZE", str(size))
+    write(tmp_path / "train.py", text)
+    done = ampatch_run(tmp_path, *options, "train.py") if options else here("run", "train.py")
+    note = "ampatch: train.py: no optimizer step was seen. If it should train, look for errors "
+    assert done.returncode == 0
+    assert done.stderr.endswith(f"{note}that it catches.\n") is said
 
 
 TORCH_AMP = """

@@ -6,8 +6,6 @@ what the opt level means with PyTorch's own means and nothing of ours: autocast 
 `test_situations.py` compares it with `torch.amp.GradScaler`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ action draws its choices from.
 `replay("O2", "fp16", [("train", 3), ...])` runs one against the oracle.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

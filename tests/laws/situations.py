@@ -13,8 +13,6 @@
 are compared, bit by bit unless the row says otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Situations: PyTorch's page of AMP examples, and what its readers do next."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Situations: averages of the weights, kept by hand and by torch, and stepped from."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Situations: models, layers and parameters where a tree of modules does not show them."""
 
-from __future__ import annotations
-
 import torch
 from situations import PLAIN, batches, mlp, mse, plain_loop, situation, trained
 from small_training import Made

@@ -1,7 +1,5 @@
 """Situations: dtypes of models, buffers, inputs and state dicts, before and after `initialize`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Situations: torch's functions under O1, given mixed dtypes.  Who sees calls: tests/casting."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

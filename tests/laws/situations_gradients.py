@@ -1,7 +1,5 @@
 """Situations: gradients that are zeroed, read, written, clipped and added by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

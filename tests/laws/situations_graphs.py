@@ -1,7 +1,5 @@
 """Situations: backward passes, graphs that wait, checkpoints, transforms and threads."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 

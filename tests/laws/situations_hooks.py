@@ -1,7 +1,5 @@
 """Situations: hooks on modules, weights, gradient accumulators and the engine."""
 
-from __future__ import annotations
-
 import torch
 from situations import batches, mlp, mse, plain_loop, situation, trained
 

@@ -1,7 +1,5 @@
 """Situations: embeddings at O2, looked up in FP32, and half for what else reads their weights."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

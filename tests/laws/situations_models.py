@@ -1,7 +1,5 @@
 """Situations: kinds of models, calls, outputs and hooks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from situations import PLAIN, Block, batches, mlp, mse, network, plain_loop, situation

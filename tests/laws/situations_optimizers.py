@@ -3,8 +3,6 @@
 Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from functools import partial
@@ -394,7 +392,15 @@ def an_optimizer_that_was_not_given(amp):
         plain_loop(amp, model, optimizer, 1, seed=8)
 
 
-@situation("O1 O2")
-def the_model_is_wrapped_after_initialize(amp):
+WRAPPERS = {"a_container": nn.Sequential, "data_parallel": nn.DataParallel}
+
+
+@situation(ALL_LEVELS, cases=WRAPPERS)
+def the_model_is_wrapped_after_initialize_by(amp, case):
     model, optimizer = amp.start(mlp())
-    plain_loop(amp, nn.Sequential(model), optimizer)
+    plain_loop(amp, case(model), optimizer)
+
+
+@situation(ALL_LEVELS, cases=WRAPPERS)
+def the_model_is_wrapped_before_initialize_by(amp, case):
+    trained(amp, case(mlp()))

@@ -1,7 +1,5 @@
 """Situations: parameters that are frozen, shared, reparametrized, averaged, added and replaced."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Situations: state dicts, checkpoints and copies of a model with its optimizer."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Situations: weights that are written by hand, swapped and stepped around."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Every situation of the table on a fake accelerator, against the oracle on the same device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

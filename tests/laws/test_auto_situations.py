@@ -1,7 +1,5 @@
 """The situations of O1 under `ampatch run --auto`: scripts that have `backward()` and `step()`."""
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """The fixture that watches torch must itself be able to fail."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch_snapshot import changes, snapshot

@@ -4,8 +4,6 @@ Counted by `benchmarks/run.py counts` on its own models.  These counts hold what
 where less is done, lower the numbers in `MORE`.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -7,8 +7,6 @@ which steps are skipped and where the scale goes is foretold by a model of a few
 lines.
 """
 
-from __future__ import annotations
-
 import math
 
 import hypothesis

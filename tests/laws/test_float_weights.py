@@ -5,8 +5,6 @@ The oracle's weights are plain FP32 parameters; at O2 its forwards get half copi
 numbers are compared bit by bit.  What reads, writes, copies and averages weights are situations.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 With a loss scale the half dtype would change nothing but roundings.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of one process at different opt levels, taking turns: each as in its solo run."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

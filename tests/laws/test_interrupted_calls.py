@@ -5,8 +5,6 @@ The exception has left the outermost call, and no other one has come by.  One mo
 ended, as with torch's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -14,7 +12,7 @@ import itertools
 import pytest
 import strikes
 import torch
-from engine import STATE, here, nothing_runs
+from engine import STATE, nothing_runs, thread_calls
 from small_training import data, pass_back
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -197,7 +195,7 @@ def not_begun(where):
 def nothing_is_left_for_other_tests():
     yield
     ampatch.deactivate()
-    here.__init__()
+    thread_calls.__init__()
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:  # regions whose exits were struck
         pass
@@ -226,12 +224,12 @@ def test_ctrl_c_at_a_line(phase, level, scope, most):
     for number in range(1, count + 1, 1 + count // most):
         _, where = strikes.lines(does, FILES, number)
         if not_begun(where):
-            for call in list(here.stack):
+            for call in list(thread_calls.stack):
                 STATE.exit(call)
             torch_autocast.set_enabled("cpu", False)
         if said := wrong(model, level, expected):
             bad.append(f"{number} {where}: {said}")
-            for call in list(here.stack):
+            for call in list(thread_calls.stack):
                 STATE.exit(call)
             ampatch.deactivate()
             model, optimizer = start(level, scope)

@@ -3,8 +3,6 @@
 A `with` block whose `__exit__` is struck at its very start has not ended, as with torch's own.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -13,7 +11,7 @@ import pytest
 import strikes
 import torch
 import torch.nn.functional as F
-from engine import here, registry
+from engine import registry, thread_calls
 from small_training import data, in_threads, step
 from test_interrupted_calls import Net, forward
 from torch import nn
@@ -109,7 +107,7 @@ def nothing_is_left_for_other_tests():
     """What costs time alone: a policy that was struck as it was left, an observer with no block."""
     yield
     ampatch.deactivate()
-    here.__init__()
+    thread_calls.__init__()
     registry.observers.__init__()
 
 

@@ -3,13 +3,13 @@
 `tests/scaling/test_faults_in_blocks.py` strikes at every point of a block.
 """
 
-from __future__ import annotations
-
 import math
+from unittest import mock
 
 import pytest
 import torch
 from small_training import (
+    InBackward,
     backward,
     close,
     data,
@@ -28,17 +28,6 @@ from ampatch.scaling import gradients
 ERRORS = [ValueError, KeyboardInterrupt]  # of `Exception`, and not
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.error
-
-
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, error, delay):
@@ -46,7 +35,8 @@ def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, err
     model, optimizer = start(opt_level, loss_scale=128.0)
     backward(model, optimizer, data())
     before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
-    handle = model[1].register_forward_hook(lambda _, args, out: Raises.apply(out, error))
+    fail = mock.Mock(side_effect=error)
+    handle = model[1].register_forward_hook(lambda _, args, out: InBackward.apply(out, fail))
     loss = model(data(2)[0]).float().sum()
     handle.remove()
     with pytest.raises(error):

@@ -1,7 +1,5 @@
 """Two modules know kinds of devices: no other of the package asks for CUDA, or for its siblings."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

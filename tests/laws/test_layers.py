@@ -4,8 +4,6 @@ The operator side (`casting`) and the optimizer side (`scaling`) never meet; imp
 downwards only, and never in a circle.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Counted to the byte by `benchmarks/run.py memory`, on small models of the shapes that are there.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

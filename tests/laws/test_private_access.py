@@ -1,7 +1,5 @@
 """No test reads a private name of ours, but in `tests/native` and `tests/torch_private`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

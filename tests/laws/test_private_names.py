@@ -1,7 +1,5 @@
 """A private name of torch stands where the law says, and its loss breaks nothing."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random training programs, under ampatch and under its oracle, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

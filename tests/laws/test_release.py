@@ -2,8 +2,6 @@
 install.  Type checkers know each setting.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every situation of the table, under ampatch and under its oracle."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """Every situation of the table on CUDA, against the oracle on the same device; random programs."""
 
-from __future__ import annotations
-
 import drivers
 import on_device
 import programs

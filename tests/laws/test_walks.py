@@ -1,7 +1,5 @@
 """The two walks in docs/design.md name every file of ampatch that a training step enters."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `benchmarks/run.py way` prints them.  Where the way becomes shorter, lower the numbers.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

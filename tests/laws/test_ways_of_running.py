@@ -1,7 +1,5 @@
 """Functions of torch's in pickles, and a torch that lacks some."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import textwrap

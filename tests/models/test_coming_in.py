@@ -2,8 +2,6 @@
 modules, shared memory, state of torch.distributed.checkpoint.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """torchvision's detectors, which call operators with kernels of their own, on a small backbone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -3,8 +3,6 @@
 Ctrl-C: laws/test_interrupted_calls.py.  What trains: laws/situations_calls.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,12 +1,10 @@
 """Models of users' kinds: no product that FP32 does not have, and no copy of a table of words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_modules import load
+from operators import Operators
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ampatch
@@ -16,20 +14,19 @@ COPIES = ("_to_copy", "copy_", "_foreach_copy_", "clone")
 LEVELS = ["O1", "O2", "O3"]
 
 
-class Watching(TorchDispatchMode):
+class Watching(Operators):
     """Counts batched products, and the largest tensor that is copied."""
 
     def __init__(self):
         super().__init__()
         self.products = self.largest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
+    def look(self, function, args):
+        name = function.overloadpacket.__name__
         self.products += name in ("bmm", "baddbmm")
         if name in COPIES:
             sizes = [leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.largest = max(self.largest, *sizes)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Half copies of weights in the places of FP32 parameters, while a forward runs (O2)."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -13,7 +11,7 @@ import weakref
 import pytest
 import torch
 from flat_rnns import in_one_block
-from small_training import Net, in_threads, managed, step
+from small_training import InBackward, Net, in_threads, managed, pass_back, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,8 +85,7 @@ def test_a_recompute_has_the_copies_of_its_forward(reentrant):
         out = model(inputs().requires_grad_())
         optimizer.step()
         model.second.bias = new = nn.Parameter(torch.ones(2))
-        with ampatch.scale_loss(out.square().sum(), optimizer) as scaled:
-            scaled.backward()
+        pass_back(out.square().sum(), optimizer)
         assert model.second.bias is new and is_float(model) and set(model.seen) == {HALF}
         grads.append([p.grad for p in parameters])
     assert all(map(torch.equal, *grads))
@@ -268,20 +265,6 @@ def test_a_submodule_that_the_forward_makes_has_copies_from_the_next_forward_on(
     assert torch.equal(model.late.weight.grad, model.first.weight.grad)
 
 
-class InBackward(torch.autograd.Function):
-    """Its backward makes a call, as solvers of adjoint equations do."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.call()
-        return grad, None
-
-
 def test_a_backward_of_a_part_that_calls_the_whole_model_does_not_wait_for_itself():
     model, _ = start()
     expected = model(inputs())
@@ -360,6 +343,7 @@ def test_gradients_of_a_norms_weights_within_the_forward():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
+            torch.manual_seed(0)
             self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
 
         def forward(self, x):
@@ -371,7 +355,7 @@ def test_gradients_of_a_norms_weights_within_the_forward():
             self.norm.weight.data.clamp_(0.1, 0.5)
             return y
 
-    plain, managed = made(Net), made(Net)
+    plain, managed = Net(), Net()
     ampatch.initialize(managed, opt_level="O2", dtype="bfloat16", verbosity=0)
     x = torch.randn(4, 8)
     for net in (plain, managed):
@@ -380,11 +364,6 @@ def test_gradients_of_a_norms_weights_within_the_forward():
         assert (right - half).norm() < 0.05 * right.norm()
     expected = plain.norm.weight.grad
     assert (managed.norm.weight.grad - expected).norm() < 0.05 * expected.norm()
-
-
-def made(kind):
-    torch.manual_seed(0)
-    return kind()
 
 
 @pytest.mark.filterwarnings("ignore")

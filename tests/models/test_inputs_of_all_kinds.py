@@ -1,9 +1,8 @@
 """Inputs that half cannot hold, of every kind of tensor: one rule; and one cast of one tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from small_training import Made
 from torch import nn
 
 import ampatch
@@ -73,17 +72,9 @@ def test_one_tensor_is_cast_once(level, half):
     model(x, x, {"again": x}, [x])
     first, second, inside, listed = model.seen
     assert first is second is inside["again"] is listed[0] and first.dtype is half
-    first, second = ampatch.initialize(Twice(), opt_level=level, dtype=half, verbosity=0)(x)
+    model = Made(lambda self, x: (y := self.layer(x), y), layer=nn.Linear(3, 3))
+    first, second = ampatch.initialize(model, opt_level=level, dtype=half, verbosity=0)(x)
     assert first is second and first.dtype is torch.float32
-
-
-class Twice(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 3)
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out, out
 
 
 class Doubling(nn.Module):
@@ -174,16 +165,11 @@ def test_annotations_stay_fp32(level, kind):
     """Boxes in bfloat16 are off by pixels, and torchvision refuses them."""
     seen = []
 
-    class Detector(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def detect(self, images, targets, crops):
+        seen.extend([images[0].dtype, *(t["boxes"] for t in targets), crops[0]["x"].dtype])
+        return self.layer(images[0]) + targets[0]["boxes"]
 
-        def forward(self, images, targets, crops):
-            seen.extend([images[0].dtype, *(t["boxes"] for t in targets), crops[0]["x"].dtype])
-            return self.layer(images[0]) + targets[0]["boxes"]
-
-    model = Detector()
+    model = Made(detect, layer=nn.Linear(4, 4))
     ampatch.initialize(model, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     boxes = torch.tensor([[501.3, 10.7, 733.9, 99.1]])
     targets = kind([{"boxes": boxes, "labels": torch.tensor([1])}])

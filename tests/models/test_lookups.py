@@ -3,8 +3,6 @@
 What readers of the weight compute and train: laws/situations_lookups.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import strikes
 import torch

@@ -1,7 +1,5 @@
 """O2 and O3: what goes into a model is cast, what comes out is FP32, containers stay."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

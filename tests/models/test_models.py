@@ -1,7 +1,5 @@
 """O2 and O3: which weights, buffers and calls are half.  Copies of models at all levels: plain."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

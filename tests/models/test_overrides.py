@@ -1,7 +1,5 @@
 """`overrides`: submodules, module classes and functions in another precision than the rest."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from unittest import mock
@@ -9,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from small_training import managed, step
+from operators import Operators
+from small_training import Made, managed, step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
@@ -115,17 +113,17 @@ class Attention(nn.Module):
         return self.out(torch.bmm(weights, self.v(x)))
 
 
-class DtypesOf(TorchDispatchMode):
+class DtypesOf(Operators):
     """Notes the dtypes in which some aten operators run."""
 
     def __init__(self, *ops) -> None:
         super().__init__()
         self.seen = {op: set() for op in ops}
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in self.seen:
-            self.seen[op] |= {value.dtype for value in args if isinstance(value, torch.Tensor)}
-        return op(*args, **(kwargs or {}))
+    def look(self, function, args):
+        if function in self.seen:
+            dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+            self.seen[function] |= dtypes
 
 
 BMM, SOFTMAX = torch.ops.aten.bmm.default, torch.ops.aten._softmax.default
@@ -379,25 +377,16 @@ def test_overrides_in_overrides_after_an_interrupted_forward():
 def test_a_half_part_of_a_float_part_that_is_called_from_outside(level):
     """Also after a forward of the model: hooks of parts come behind those of overrides then."""
 
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def encode(self, x, buffer):
+        buffer.add_(1)
+        self.seen = x
+        return self.inner(x)
 
-        def forward(self, x, buffer):
-            buffer.add_(1)
-            self.seen = x
-            return self.inner(x)
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.head = Encoder(), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.head(self.encoder(x, torch.zeros(4)).to(self.head.weight.dtype))
-
-    model = Whole()
+    model = Made(
+        lambda self, x: self.head(self.encoder(x, torch.zeros(4)).to(self.head.weight.dtype)),
+        encoder=Made(encode, inner=nn.Linear(4, 4)),
+        head=nn.Linear(4, 4),
+    )
     overrides = {"encoder": "float", "encoder.inner": "half"}
     ampatch.initialize(model, opt_level=level, dtype=H, overrides=overrides, verbosity=0)
     x = torch.rand(3, 4)

@@ -3,8 +3,6 @@
 `model.forward(x)`: compat/test_compat_forward.py.  Ctrl-C: laws/test_interrupted_calls.py.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -16,14 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
-from small_training import Made, managed
+from small_training import Made, managed, pass_back
 from torch import nn
 
 import ampatch
 from ampatch.session.facade import open_sessions
 
 H, FP32 = torch.bfloat16, torch.float32
-LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
 
@@ -54,9 +51,8 @@ def is_plain(model):
 # Hooks
 
 
-@LEVELS
-def test_hooks_on_the_model_run_around_the_casts(level):
-    model, _ = start(level)
+def test_hooks_on_the_model_run_around_the_casts(opt_level):
+    model, _ = start(opt_level)
     seen = []
 
     def before(module, args, kwargs):
@@ -69,22 +65,21 @@ def test_hooks_on_the_model_run_around_the_casts(level):
     )
     out = model(X.clone().requires_grad_())
     out.float().sum().backward()
-    assert seen[0] == (FP32, H if level == "O3" else FP32)
+    assert seen[0] == (FP32, H if opt_level == "O3" else FP32)
     assert seen[1:] == [(FP32, out.dtype), FP32]
-    assert out.dtype is (H if level == "O1" else FP32)
+    assert out.dtype is (H if opt_level == "O1" else FP32)
 
 
-@LEVELS
-def test_hooks_on_an_overridden_submodule_run_around_it_and_others_inside(level):
-    model, _ = start(level, overrides={"second": "float"})
+def test_hooks_on_an_overridden_submodule_run_around_it_and_others_inside(opt_level):
+    model, _ = start(opt_level, overrides={"second": "float"})
     seen = {}
     for name, part in model.named_children():
         part.register_forward_pre_hook(
             lambda part, args, name=name: seen.update({name: args[0].dtype})
         )
     model(X)
-    inside = FP32 if level == "O0" else H
-    assert seen == {"first": FP32 if level == "O1" else inside, "second": inside}
+    inside = FP32 if opt_level == "O0" else H
+    assert seen == {"first": FP32 if opt_level == "O1" else inside, "second": inside}
 
 
 # What scripts and libraries do with `forward`
@@ -121,9 +116,8 @@ def as_accelerate_does(model):
     yield
 
 
-@LEVELS
-def test_a_library_that_wraps_the_function_and_unwraps_it(level):
-    model, _ = start(level)
+def test_a_library_that_wraps_the_function_and_unwraps_it(opt_level):
+    model, _ = start(opt_level)
     expected = model(X)
     inside = model.seen
     for _ in as_accelerate_does(model):
@@ -133,13 +127,12 @@ def test_a_library_that_wraps_the_function_and_unwraps_it(level):
     assert torch.equal(model.float()(X), Net.forward(model, X))
 
 
-@LEVELS
-def test_a_library_that_has_wrapped_before_and_unwraps_in_the_session(level):
+def test_a_library_that_has_wrapped_before_and_unwraps_in_the_session(opt_level):
     model = Net()
     steps = as_accelerate_does(model)
     next(steps)
     plain = model(X)
-    start(level, model)
+    start(opt_level, model)
     inside, expected = model(X), model.seen
     next(steps)
     assert torch.equal(model(X), inside) and model.seen == expected
@@ -147,9 +140,8 @@ def test_a_library_that_has_wrapped_before_and_unwraps_in_the_session(level):
     torch.testing.assert_close(model(X), plain, rtol=0.05, atol=0.05)
 
 
-@LEVELS
-def test_a_mock_that_wraps_forward(level):
-    model, _ = start(level)
+def test_a_mock_that_wraps_forward(opt_level):
+    model, _ = start(opt_level)
     expected = model(X)
     with mock.patch.object(model, "forward", wraps=model.forward) as mocked:
         assert torch.equal(model(X), expected) and mocked.call_count == 1
@@ -159,8 +151,7 @@ def test_a_mock_that_wraps_forward(level):
 
 
 def block(model, optimizer):
-    with ampatch.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    pass_back(model(X).float().sum(), optimizer)
 
 
 REPLACED = "Net.forward was replaced or deleted after ampatch.initialize"
@@ -175,8 +166,7 @@ def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(l
         model(X)
         if level != "O1":  # products with managed weights are cast there as outside of forwards
             assert model.seen[0] is (H if level == "O3" else FP32)
-        with ampatch.scale_loss(torch.ones((), requires_grad=True) * 2, optimizer) as scaled:
-            scaled.backward()
+        pass_back(torch.ones((), requires_grad=True) * 2, optimizer)
     assert caplog.text.count(REPLACED) == 1
     ampatch.deactivate()
     assert "forward" in vars(model) and {p.dtype for p in model.parameters()} == {FP32}
@@ -186,8 +176,7 @@ def test_a_forward_that_replaces_the_earlier_one_has_no_casts_and_that_is_said(l
 def test_a_forward_that_is_deleted_is_reported(level, caplog):
     model, optimizer = start(level, verbosity=1)
     del model.forward
-    with ampatch.scale_loss(model(X.to(model.first.weight.dtype)).sum(), optimizer) as scaled:
-        scaled.backward()
+    pass_back(model(X.to(model.first.weight.dtype)).sum(), optimizer)
     assert caplog.text.count(REPLACED) == 1
 
 
@@ -213,10 +202,9 @@ class Direct(nn.Linear):
         return self.forward(x)
 
 
-@LEVELS
-def test_a_class_that_goes_straight_to_its_forward(level):
-    model, _ = start(level, Direct(4, 4))
-    assert model(X).dtype is (H if level == "O1" else FP32)
+def test_a_class_that_goes_straight_to_its_forward(opt_level):
+    model, _ = start(opt_level, Direct(4, 4))
+    assert model(X).dtype is (H if opt_level == "O1" else FP32)
 
 
 class Static(nn.Module):
@@ -232,10 +220,9 @@ class Partial(nn.Module):
     forward = functools.partialmethod(half, 2)
 
 
-@LEVELS
 @pytest.mark.parametrize("kind", [Static, Partial])
-def test_a_forward_of_another_kind(level, kind):
-    model = ampatch.initialize(kind(), opt_level=level, dtype=H, verbosity=0)
+def test_a_forward_of_another_kind(opt_level, kind):
+    model = ampatch.initialize(kind(), opt_level=opt_level, dtype=H, verbosity=0)
     assert torch.allclose(model(X).float(), kind()(X).float(), atol=0.01)
 
 
@@ -283,13 +270,12 @@ def with_slots(model):
     return other
 
 
-@LEVELS
 @pytest.mark.parametrize(
     "make", [None, copied_by_itself, copied_without_memo, with_own_state, with_slots]
 )
-def test_deep_copies_compute_as_plain_models(level, make):
+def test_deep_copies_compute_as_plain_models(opt_level, make):
     model = Net() if make is None else make(Net())
-    start(level, model, overrides={"second": "float"})
+    start(opt_level, model, overrides={"second": "float"})
     model(X)
     twin = copy.deepcopy(model)
     plain = type(model).forward(twin.float(), X)
@@ -323,9 +309,8 @@ ATTRIBUTES = [
 ]
 
 
-@LEVELS
-def test_clones_by_their_attributes_are_plain_models(level):
-    model, _ = start(level, overrides={} if level == "O3" else {"second": "float"})
+def test_clones_by_their_attributes_are_plain_models(opt_level):
+    model, _ = start(opt_level, overrides={} if opt_level == "O3" else {"second": "float"})
     model(X)
     clones = [cloned(model, attributes) for attributes in ATTRIBUTES]
     for _ in range(2):
@@ -344,17 +329,15 @@ def test_clones_by_their_attributes_are_plain_models(level):
     assert is_plain(model) and type(vars(model)) is dict
 
 
-@LEVELS
-def test_pickles_of_submodules_do_not_name_ampatch(level):
-    model, _ = start(level, overrides={"second": "float"})
+def test_pickles_of_submodules_do_not_name_ampatch(opt_level):
+    model, _ = start(opt_level, overrides={"second": "float"})
     for part in model.modules():
         data = pickle.dumps(part)
         assert b"ampatch" not in data and is_plain(pickle.loads(data))
 
 
-@LEVELS
-def test_a_copy_of_a_copy_and_what_is_left_after_the_session(level):
-    model, _ = start(level)
+def test_a_copy_of_a_copy_and_what_is_left_after_the_session(opt_level):
+    model, _ = start(opt_level)
     twin = copy.copy(copy.copy(model))
     twin.title = "twin"
     assert torch.equal(twin(X), model(X)) and twin.seen == model.seen
@@ -384,12 +367,11 @@ def test_sessions_that_end_in_another_order_than_they_began():
     assert is_plain(outer) and inner(X).dtype is FP32
 
 
-@LEVELS
-def test_a_forward_that_was_there_before_is_there_again(level):
+def test_a_forward_that_was_there_before_is_there_again(opt_level):
     model = Net()
     model.forward = own = types.MethodType(lambda self, x: Net.forward(self, x) * 2, model)
     plain = copy.deepcopy(model)
-    start(level, model)
+    start(opt_level, model)
     torch.testing.assert_close(model(X).float(), plain(X), rtol=0.05, atol=0.05)
     kept = model.forward
     assert copy.deepcopy(model).forward.__func__ is own.__func__
@@ -397,12 +379,11 @@ def test_a_forward_that_was_there_before_is_there_again(level):
     assert vars(model)["forward"] is own and torch.equal(kept(X), model(X))
 
 
-@LEVELS
-def test_nothing_keeps_a_model_alive(level):
+def test_nothing_keeps_a_model_alive(opt_level):
     gc.collect()
     gc.disable()
     try:
-        model, optimizer = start(level, overrides={"second": "float"})
+        model, optimizer = start(opt_level, overrides={"second": "float"})
         model(X)
         ampatch.deactivate()
         weight = weakref.ref(model.first.weight)
@@ -410,7 +391,7 @@ def test_nothing_keeps_a_model_alive(level):
         assert weight() is None
     finally:
         gc.enable()
-    model, optimizer = start(level)
+    model, optimizer = start(opt_level)
     weight = weakref.ref(model.first.weight)
     del model, optimizer
     gc.collect()
@@ -493,18 +474,16 @@ def test_many_instances_of_a_class_share_their_graph(level):
     assert len(graphs) == 1
 
 
-@LEVELS
-def test_a_scripted_model_is_refused_by_name(level):
+def test_a_scripted_model_is_refused_by_name(opt_level):
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ampatch.AmpatchError, match=r"models\[0\].*Sequential.*TorchScript"):
-        start(level, scripted)
+        start(opt_level, scripted)
     assert "_ampatch_frames" not in vars(scripted)
 
 
-@LEVELS
-def test_a_replica_goes_without_a_search_for_cycles(level):
+def test_a_replica_goes_without_a_search_for_cycles(opt_level):
     """DataParallel makes them anew at each step, with copies of the weights."""
-    model, _ = start(level)
+    model, _ = start(opt_level)
     replica = model._replicate_for_data_parallel()
     replica(X)
     gone = weakref.ref(replica)
@@ -516,24 +495,22 @@ def test_a_replica_goes_without_a_search_for_cycles(level):
         gc.enable()
 
 
-@LEVELS
-def test_a_shallow_copy_of_an_ended_session_is_initialized_again(level):
-    model, _ = start(level)
+def test_a_shallow_copy_of_an_ended_session_is_initialized_again(opt_level):
+    model, _ = start(opt_level)
     twin, first = copy.copy(model), copy.copy(model.first)
     ampatch.deactivate()
     for again in (twin, nn.Sequential(first, nn.Linear(4, 2))):
-        managed(again, level)
+        managed(again, opt_level)
         assert again(X).shape == (3, 2)
         ampatch.deactivate()
 
 
-@LEVELS
-def test_a_forward_that_is_a_property_is_refused(level):
+def test_a_forward_that_is_a_property_is_refused(opt_level):
     class Chosen(nn.Linear):
         @property
         def forward(self):
             return super().forward
 
     with pytest.raises(ampatch.AmpatchError, match="Chosen has a property for its forward"):
-        ampatch.initialize(model := Chosen(4, 2), opt_level=level, verbosity=0)
+        ampatch.initialize(model := Chosen(4, 2), opt_level=opt_level, verbosity=0)
     assert is_plain(model) and model(X).dtype is FP32

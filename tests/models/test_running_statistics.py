@@ -1,7 +1,5 @@
 """BatchNorm after an overflow in the forward: evaluation goes on, beside FP32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -9,7 +7,7 @@ import small_training
 import torch
 import torch.nn.functional as F
 from operators import Operators
-from small_training import same
+from small_training import Made, pass_back, same
 from torch import nn
 
 import ampatch
@@ -22,20 +20,16 @@ KINDS = {
 }
 
 
-class Net(nn.Module):
+def network():
     """Two norms behind layers whose results overflow in half where the input is large."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        )
-
-    def forward(self, x):
-        return self.head(F.relu(self.norm(self.conv(x))))
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    return Made(
+        lambda self, x: self.head(F.relu(self.norm(self.conv(x)))),
+        conv=nn.Conv2d(2, 4, 3),
+        norm=nn.BatchNorm2d(4),
+        head=head,
+    )
 
 
 def batch(number, factor=1.0):
@@ -44,7 +38,7 @@ def batch(number, factor=1.0):
 
 
 def start(level, kind="SGD", **settings):
-    model = Net()
+    model = network()
     optimizer = KINDS[kind](model.parameters())
     ampatch.initialize(model, optimizer, opt_level=level, **SETTINGS, **settings)
     return model, optimizer
@@ -52,8 +46,7 @@ def start(level, kind="SGD", **settings):
 
 def backward(model, optimizer, number, factor=1.0):
     loss = model(batch(number, factor)).float().square().mean()
-    with ampatch.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    pass_back(loss, optimizer)
 
 
 def step(model, optimizer, *micros):
@@ -89,7 +82,7 @@ def test_after_an_overflow_in_the_forward_evaluation_is_that_of_fp32(level, kind
     model, optimizer = start(level, kind, **settings)
     assert is_hurt(model)
     healthy, its = start(level, kind, **settings)
-    plain = Net()
+    plain = network()
     other = KINDS[kind](plain.parameters())
     for number in range(6):
         if number in (0, 3):  # in the very first step too
@@ -130,7 +123,7 @@ def test_statistics_that_stayed_finite_are_kept_as_torch_amp_keeps_them():
 
 
 def load(model):
-    trained = Net()
+    trained = network()
     for number in range(3):
         trained(batch(number) + 1.0)
     model.load_state_dict(trained.state_dict())
@@ -157,7 +150,7 @@ def test_a_model_that_was_loaded_or_moved_since_the_last_step(change):
 
 
 def test_another_optimizers_step_meanwhile_notes_no_inf():
-    models = [Net(), Net()]
+    models = [network(), network()]
     pair = [KINDS["SGD"](model.parameters()) for model in models]
     ampatch.initialize(models, pair, opt_level="O1", **SETTINGS)
     before = statistics(models[0])

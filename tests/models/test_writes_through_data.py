@@ -1,7 +1,5 @@
 """O2: a forward that writes through `.data` of its weights, in whichever of its forwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

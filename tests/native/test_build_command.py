@@ -1,7 +1,5 @@
 """`ampatch build`, and what `ampatch doctor` and `ampatch.report` say of the native part."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The native part is compiled whole or not at all, and errors say what to do."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which build of the native part is loaded, and what is said when there is none that matches."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import logging
 import os

@@ -1,7 +1,5 @@
 """What the native part does with lists of tensors is what the ways in Python do, to the bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -6,8 +6,6 @@ without a closure; LBFGS and the user's own take it under a static scale, and ar
 dynamic one before anything happens.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """Complex weights, as of spectral layers, under a loss scale: torch's kernel takes real numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

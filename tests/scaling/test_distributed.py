@@ -3,8 +3,6 @@
 Trainings in DDP beside one process, and overflows in them, are in `tests/interop/test_ddp.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

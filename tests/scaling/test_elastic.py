@@ -1,7 +1,5 @@
 """Restarts: a training that goes on from its checkpoint is the undisturbed one, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import io
 

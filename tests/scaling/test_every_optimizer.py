@@ -1,7 +1,5 @@
 """Every optimizer of torch.optim, in each way it can run: O2 is a loop by hand."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

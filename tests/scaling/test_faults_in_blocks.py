@@ -7,8 +7,6 @@ without those before it; a step that was made may be made again.  Never to gradi
 scaled, counted twice or not finite, never to a block or a step that is refused for good.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Optimizers that `scale_loss` was not given, and steps that came without it, are told of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_training import backward, data, pass_back, start, train

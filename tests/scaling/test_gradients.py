@@ -1,7 +1,5 @@
 """Gradients that users touch: zeroed and clipped, within blocks and after them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

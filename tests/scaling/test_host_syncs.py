@@ -5,8 +5,6 @@ counted here.  torch's own optimizers read their step counts so; what plain torc
 reads in its step is no wait of ours and is taken off.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 

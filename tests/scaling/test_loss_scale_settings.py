@@ -1,7 +1,5 @@
 """Reading, setting, saving and loading the loss scale: it stays a usable number in any case."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

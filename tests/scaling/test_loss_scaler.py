@@ -1,7 +1,5 @@
 """The loss scale: its rule, its limits, where it lives, and what it costs."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import random

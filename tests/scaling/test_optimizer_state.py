@@ -1,7 +1,5 @@
 """Optimizer state of any shape, and optimizers around optimizers, through a session."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Parameters that are unusual, come late or live elsewhere, and the groups that hold them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

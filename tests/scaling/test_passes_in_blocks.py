@@ -1,7 +1,5 @@
 """Which backward pass has brought a block its gradients: one block has one scale, or is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 Gradients are complete, or wait scaled (`delay_unscale`), or are those of a block that runs.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import types

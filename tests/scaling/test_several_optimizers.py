@@ -1,7 +1,5 @@
 """Several optimizers: clipped by one norm, in several sessions; and gradients with a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_training import pass_back

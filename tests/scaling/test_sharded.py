@@ -1,7 +1,5 @@
 """FSDP2 (`fully_shard`): beside FSDP2's own policy, and beside one process.  FSDP1."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

@@ -1,12 +1,10 @@
 """Skipped steps, row after row: nothing breaks, each is counted and said, and a long row once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from small_training import backward, data, everything, pass_back, same, start, step, train
+from small_training import Made, backward, data, everything, pass_back, same, start, step, train
 from torch import nn
 
 import ampatch
@@ -69,22 +67,17 @@ def test_a_second_step_on_infinite_gradients_is_skipped_too(kind):
     assert all(tensor.isfinite().all() for tensor in everything(model, optimizer))
 
 
-class Net(nn.Module):
-    """Two branches, of which one can be fed NaN; an embedding with sparse gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 4, sparse=True)
-        self.good, self.bad = nn.Linear(4, 2), nn.ModuleDict({"head": nn.Linear(4, 2)})
-
-    def forward(self, index, factor):
-        x = self.table(index)
-        return self.good(x.detach()).float().mean() + self.bad["head"](x).float().mean() * factor
+def two_branches(self, index, factor):
+    """One can be fed NaN; before them is an embedding with sparse gradients."""
+    x = self.table(index)
+    return self.good(x.detach()).float().mean() + self.bad["head"](x).float().mean() * factor
 
 
 def run(caplog, steps, *, limit=4, **settings):
     torch.manual_seed(0)
-    model = Net()
+    bad = nn.ModuleDict({"head": nn.Linear(4, 2)})
+    table = nn.Embedding(5, 4, sparse=True)
+    model = Made(two_branches, table=table, good=nn.Linear(4, 2), bad=bad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"max_consecutive_skips": limit, "init_scale": 1024.0, **settings}
     ampatch.initialize(model, optimizer, opt_level="O2", **settings)

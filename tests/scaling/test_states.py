@@ -1,7 +1,5 @@
 """The states of gradients, from a block to the step: the table at the head of `gradients.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -4,8 +4,6 @@ torch wraps `step` and `zero_grad` in ranges for the profiler and loops over hoo
 out only where they have no effect.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,7 +1,5 @@
 """Tensor parallel: DTensors at every level, as one process with that level trains."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -150,13 +148,8 @@ def backward(model: Net, loss: Tensor, optimizer: Any, delay=False, bad=False) -
             local.view(-1)[-1] = float("inf")
 
 
-def mesh_of() -> DeviceMesh | None:
-    """A mesh of all ranks; None in one process."""
-    return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-
-
 def train(rank: int, run: Run) -> dict:
-    mesh = mesh_of()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     model, optimizer = start(run, mesh)
     results: dict = {"losses": [], "skipped": [], "scales": [], "collectives": [], "norms": []}
     for step in range(STEPS):

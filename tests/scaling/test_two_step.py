@@ -1,7 +1,5 @@
 """SAM-like optimizers: `first_step` perturbs the weights, `second_step` restores and steps."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

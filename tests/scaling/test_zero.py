@@ -1,7 +1,5 @@
 """`ZeroRedundancyOptimizer` with two gloo ranks, beside the same training in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

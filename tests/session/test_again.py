@@ -1,7 +1,5 @@
 """`initialize` again: idempotent, at another level, failing."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

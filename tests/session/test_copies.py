@@ -3,8 +3,6 @@
 Copies: tests/models/test_models.py.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -42,10 +40,9 @@ def start(level, model=None, **settings):
     return managed(Net() if model is None else model, level, **settings)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_shallow_copy_shares_weights_and_casts(level):
+def test_a_shallow_copy_shares_weights_and_casts(opt_level):
     """As in plain torch: attributes are the copy's own, what they refer to is shared."""
-    model, _ = start(level)
+    model, _ = start(opt_level)
     twin = copy.copy(model)
     twin.title = "twin"
     assert twin.layer is model.layer and not hasattr(model, "title")
@@ -68,12 +65,11 @@ class PicklesItself(Net):
         self.layer = state[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_model_with_its_own_state(level, copied):
-    loaded, kept = copied(start(level, PicklesItself())[0]), weights_in(level)
+def test_a_model_with_its_own_state(opt_level, copied):
+    loaded, kept = copied(start(opt_level, PicklesItself())[0]), weights_in(opt_level)
     assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks
-    assert loaded(X.to(kept)).dtype is kept or level == "O1"
+    assert loaded(X.to(kept)).dtype is kept or opt_level == "O1"
 
 
 READER = """
@@ -115,20 +111,19 @@ def test_saved_models_and_checkpoints_load_where_ampatch_is_not(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_wrapper_subclasses_as_weights(level):
+def test_wrapper_subclasses_as_weights(opt_level):
     """O2 and O3 could change the wrapper's dtype but not what it wraps: refused."""
     model = Net()
     weight = model.layer.weight.detach()
     model.layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
-    if level in ("O2", "O3"):
+    if opt_level in ("O2", "O3"):
         with pytest.raises(AmpatchError, match=r"Net.*'layer.weight', a TwoTensor.*O1"):
-            start(level, model)
+            start(opt_level, model)
         assert model.layer.weight.dtype is model.layer.weight.a.dtype is FP32
         assert not open_sessions() and not model._forward_hooks
         return
-    start(level, model)
+    start(opt_level, model)
     output = model.layer(X)
-    assert type(output) is TwoTensor and output.dtype is (H if level == "O1" else FP32)
+    assert type(output) is TwoTensor and output.dtype is (H if opt_level == "O1" else FP32)
     output.float().sum().backward()
     assert type(model.layer.weight.grad) is TwoTensor and model.layer.weight.grad.dtype is FP32

@@ -1,7 +1,5 @@
 """`deactivate`: models and optimizers are as they were, with the FP32 values of the masters."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Sessions whose models and optimizers are gone end at the next `initialize` or `deactivate`."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`add_models` and `add_optimizers`: what comes after `initialize`."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

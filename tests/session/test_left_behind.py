@@ -3,8 +3,6 @@
 Names in modules: tests/casting/test_early_names.py.
 """
 
-from __future__ import annotations
-
 import builtins
 import sys
 import types
@@ -133,7 +131,7 @@ def test_an_optimizer_that_fails_does_not_keep_the_rest(level, part, monkeypatch
         monkeypatch.setattr(failed, part, failing(part))
     with pytest.raises(ValueError, match=part):
         ampatch.deactivate()
-    assert is_plain() and not registry.sessions and registry.state.process is None
+    assert is_plain() and not registry.sessions and registry.state.process_policy is None
     for model, optimizer in zip(models, optimizers, strict=True):
         assert not model._forward_hooks
         assert {p.dtype for p in model.parameters()} == {torch.float32}

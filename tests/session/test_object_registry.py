@@ -1,7 +1,5 @@
 """Which session has which optimizer and model: found at once, and right whatever happened."""
 
-from __future__ import annotations
-
 import gc
 import types
 from functools import partial
@@ -66,8 +64,8 @@ def test_what_stands_for_an_optimizer_has_its_groups():
         types.SimpleNamespace(optimizer=optimizer, param_groups=groups)
         for groups in (list(optimizer.param_groups), optimizer.param_groups)
     )
-    assert registry.objects.optimizer_behind(shared) is optimizer
-    assert registry.objects.optimizer_behind(own) is own
+    assert registry.objects.unwrapped_optimizer(shared) is optimizer
+    assert registry.objects.unwrapped_optimizer(own) is own
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -3,8 +3,6 @@
 How such a pair trains on at O0 to O2: `tests/laws/situations_saved.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types

@@ -1,7 +1,5 @@
 """Ranks of one DistributedDataParallel have the same settings and scales, or each gets an error."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

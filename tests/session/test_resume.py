@@ -1,7 +1,5 @@
 """A resumed run is the uninterrupted run, bit for bit."""
 
-from __future__ import annotations
-
 import torch
 from repository import HELPERS
 from resuming import save_all, start, train

@@ -1,7 +1,5 @@
 """Sessions: what `initialize` returns, failing, and told by the environment."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 The oracle is O2 with torch's own means: `functional_call` on half copies of FP32 weights.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_training import step

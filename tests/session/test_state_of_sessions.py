@@ -1,7 +1,5 @@
 """`state_dict(of=...)` holds the loss scales of one session; `load_state_dict` restores them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

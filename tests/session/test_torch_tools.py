@@ -1,7 +1,5 @@
 """Tools of torch that are replaced together: when, in which order, and at what cost."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

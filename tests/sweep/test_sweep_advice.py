@@ -1,7 +1,5 @@
 """What reports advise, pasted behind the script's name: it does what it says, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -12,13 +10,13 @@ import pytest
 from sweep_made import stand_in, trained
 
 from ampatch.cli import main
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import read_results
 from ampatch.sweep.execution import planning
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import plain
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
-from ampatch.sweep.measure.output_metrics import hint, read_metrics
+from ampatch.sweep.measure.output_metrics import metric_hint, read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.trial import BASE
 
@@ -54,8 +52,8 @@ class Machine:
 def machine(monkeypatch, tmp_path):
     machine = Machine()
     stand_in(monkeypatch, machine.run)
-    half = HalfTypes(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
-    monkeypatch.setattr(planning, "measured", lambda: half)
+    half = HalfSpeeds(("bfloat16",), {"bfloat16": 1.5}, {"bfloat16": 1.5})
+    monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return machine
@@ -204,7 +202,7 @@ def test_a_number_in_the_output_that_looks_like_a_metric_is_pointed_to(machine, 
 def test_what_looks_like_a_metric(text, expected, tmp_path):
     log = tmp_path / "run.log"
     log.write_text(text + "\n")
-    told = hint(log, len(text))
+    told = metric_hint(log, len(text))
     assert (told and told[1]) == expected
     if expected:
         name, _, pattern = expected.partition("=")

@@ -6,9 +6,9 @@ import pytest
 from sweep_made import stand_in, trained
 from sweep_runs import planned
 
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep.execution import planning
-from ampatch.sweep.execution.budget import FEWEST_STEPS
+from ampatch.sweep.execution.budget import MIN_TIMED_STEPS
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.record import Series
@@ -17,10 +17,10 @@ from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 
 START, STEPS, MS = 4.0, 96, 87.0  # the digits example's: seconds of a process, steps, O0's step
-FAST = HalfTypes(
+FAST = HalfSpeeds(
     ("bfloat16",), {"bfloat16": 1.6, "float16": 0.1}, {"bfloat16": 2.0, "float16": 0.2}
 )
-SLOW = HalfTypes(
+SLOW = HalfSpeeds(
     ("bfloat16",), {"bfloat16": 0.07, "float16": 0.05}, {"bfloat16": 0.1, "float16": 0.1}
 )
 
@@ -30,7 +30,7 @@ class Machine:
 
     def __init__(self, monkeypatch, half, ms, steps=STEPS):
         self.half, self.ms, self.steps = half, ms, steps
-        monkeypatch.setattr(planning, "measured", lambda: half)
+        monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
 
     def plan(self, earlier=None, **options):
         plan = Plan(SweepOptions(**options), earlier)
@@ -47,10 +47,10 @@ class Machine:
     def sweep(self, plan, runs=(), most=999):
         """The runs of the whole plan, which is made anew after each; `most` of them."""
         runs = list(runs)
-        plan.fit(runs)
-        while left := plan.left({run.trial for run in runs})[:most]:
-            runs.append(self.run(left[0], plan.steps(left[0], runs)))
-            plan.fit(runs)
+        plan.replan(runs)
+        while remaining := plan.remaining({run.trial for run in runs})[:most]:
+            runs.append(self.run(remaining[0], plan.steps(remaining[0], runs)))
+            plan.replan(runs)
             most -= 1
         return runs
 
@@ -68,7 +68,7 @@ def whole(runs):
 
 
 @pytest.mark.parametrize(
-    ("half", "ms", "minutes", "seeds", "left"),
+    ("half", "ms", "minutes", "seeds", "omitted"),
     [
         (FAST, 50, 10, {"O0": 5, "O1": 5, "O2": 5, "O3": 5, "autocast": 5}, ""),  # all there is
         (FAST, 50, 3, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 more seeds"),
@@ -84,13 +84,13 @@ def whole(runs):
         (SLOW, 87, 6, {"O0": 4, "O1": 4, "O2": 4, "O3": 4, "autocast": 4}, "1 more seed."),
     ],
 )
-def test_a_budget_holds_and_has_three_seeds_first(half, ms, minutes, seeds, left, monkeypatch):
+def test_a_budget_holds_and_has_three_seeds_first(half, ms, minutes, seeds, omitted, monkeypatch):
     machine = Machine(monkeypatch, half, ms)
     plan = machine.plan(budget=minutes)
     runs = machine.sweep(plan)
     assert whole(runs) == seeds
-    assert seconds(runs) <= 60 * minutes * (1.25 if plan.amounts.answers_all(plan.wish) else 1)
-    assert left in plan.left_out() and bool(left) == bool(plan.left_out())
+    assert seconds(runs) <= 60 * minutes * (1.25 if plan.chosen.tests_accuracy(plan.wanted) else 1)
+    assert omitted in plan.omission_note() and bool(omitted) == bool(plan.omission_note())
     for case in {run.case for run in runs}:  # each row has rounds to tell its speed from
         assert len({run.trial.round for run in runs if run.case == case}) >= 2
 
@@ -101,10 +101,10 @@ def test_a_third_seed_follows_on_the_second_for_a_little_more(ms, third, monkeyp
     machine = Machine(monkeypatch, FAST, 50)
     plan = machine.plan(budget=2.5)
     runs = machine.sweep(plan, most=6)
-    assert plan.amounts.seeds == 3 and {run.trial.seed for run in runs} == {0, 1}
+    assert plan.chosen.seeds == 3 and {run.trial.seed for run in runs} == {0, 1}
     machine.ms = ms
     runs = machine.sweep(plan, runs)
-    assert plan.amounts.answers_all(plan.wish) is third
+    assert plan.chosen.tests_accuracy(plan.wanted) is third
     assert (set(whole(runs).values()) >= {3}) is third
     assert not third or seconds(runs) <= 1.25 * 60 * 2.5 + START + STEPS * ms / 1000
 
@@ -114,10 +114,10 @@ def test_a_first_run_that_started_cold_is_no_guess_for_the_others(monkeypatch):
     machine = Machine(monkeypatch, FAST, 50)
     plan = machine.plan(budget=4)
     cold = dataclasses.replace(machine.run(plan.trials[0], None), seconds=40 + START)
-    plan.fit([dataclasses.replace(cold, imports=40)])
-    assert plan.amounts.answers_all(plan.wish) and "longer" not in plan.in_words()
-    plan.fit([cold])  # which says nothing of its imports
-    assert not plan.amounts.answers_all(plan.wish)
+    plan.replan([dataclasses.replace(cold, imports=40)])
+    assert plan.chosen.tests_accuracy(plan.wanted) and "longer" not in plan.size_note()
+    plan.replan([cold])  # which says nothing of its imports
+    assert not plan.chosen.tests_accuracy(plan.wanted)
     runs = machine.sweep(plan, [cold])
     assert set(whole(runs).values()) == {3} and len(whole(runs)) == 5
     assert seconds(runs) <= 4 * 60 * 1.25
@@ -127,16 +127,16 @@ def test_o3_is_left_out_only_where_it_is_a_row_that_would_run(monkeypatch):
     machine = Machine(monkeypatch, FAST, 50)
     plan = machine.plan(budget=2.1)
     runs = machine.sweep(plan)
-    assert "Left out: O3, " in plan.left_out()
+    assert "Left out: O3, " in plan.omission_note()
     failed = machine.run(Trial(Case("O3", "bfloat16")), 1)
     failed.measured.skipped = []  # it took no step: other seeds of it are not run
-    plan.fit([*runs, failed])
-    assert "Left out: " in plan.left_out() and "O3" not in plan.left_out()
+    plan.replan([*runs, failed])
+    assert "Left out: " in plan.omission_note() and "O3" not in plan.omission_note()
     for budget in (1, 1.1, 1.2, 1.3, 1.4):
         plain = Plan(SweepOptions(budget=budget), None)
         plain.recognize(Kind(NO_AMP))
         machine.sweep(plain, most=1)
-        assert plain.left_out() and "O3" not in plain.left_out()
+        assert plain.omission_note() and "O3" not in plain.omission_note()
 
 
 def test_no_second_o0_is_run_of_a_round_that_is_over(monkeypatch):
@@ -162,7 +162,7 @@ def test_whole_runs_that_cost_hardly_more_are_run_in_any_budget(monkeypatch):
     machine = Machine(monkeypatch, FAST, 1, steps=8)  # nearly all is the start of processes
     plan = machine.plan(budget=0.1)
     assert set(whole(machine.sweep(plan)).values()) == {2}
-    assert "takes longer than its budget" in plan.in_words()
+    assert "takes longer than its budget" in plan.size_note()
 
 
 @pytest.mark.parametrize("ms", [20, 500, 20000])
@@ -173,7 +173,7 @@ def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, m
     for minutes in (0.1, 3, 10, 40, 200):
         plan = machine.plan(budget=minutes)
         runs = machine.sweep(plan)
-        said, of_one = plan.in_words(), START + STEPS * ms / 1000
+        said, of_one = plan.size_note(), START + STEPS * ms / 1000
         assert seconds(runs) <= 60 * minutes + of_one or "takes longer than its budget" in said
         assert {"O0", "O1", "O2", "autocast"} <= whole(runs).keys()
         assert sum(whole(runs).values()) >= before
@@ -193,24 +193,24 @@ def test_a_second_seed_of_o0_alone_binds_no_other_row(monkeypatch):
 
 
 def clock(text):
-    hours, minutes, left = map(int, text.split(":"))
-    return 3600 * hours + 60 * minutes + left
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch):
     machine = Machine(monkeypatch, SLOW, 2600)
     plan = machine.plan(budget=4)
-    assert plan.speeds_in_words() == "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x."
+    assert plan.half_speed_note() == "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x."
     first = machine.sweep(plan, most=1)
-    assert plan.amounts.seeds == 0  # by the measured speed of half: no row has run in it
+    assert plan.chosen.seeds == 0  # by the measured speed of half: no row has run in it
     runs = machine.sweep(plan, first)
-    said = plan.in_words()
-    assert f"in which all but O0 take {FEWEST_STEPS} steps" in said
+    said = plan.size_note()
+    assert f"in which all but O0 take {MIN_TIMED_STEPS} steps" in said
     more = float(said.partition("--resume --budget ")[2].partition(" ")[0])
     resumed = machine.plan(earlier_of(plan, runs), budget=more, resume=True)
     all_runs = machine.sweep(resumed, runs)
     assert set(whole(all_runs).values()) == {3} and seconds(all_runs) <= 60 * more
-    assert "takes 3:" not in resumed.left_out()
+    assert "takes 3:" not in resumed.omission_note()
 
 
 def earlier_of(plan, runs):
@@ -227,7 +227,7 @@ def test_a_resumed_sweep_has_the_plan_of_its_directory(most, monkeypatch):
     expected = [run.trial for run in machine.sweep(full)]
     first = machine.plan(budget=12)
     runs = machine.sweep(first, most=most)
-    monkeypatch.setattr(planning, "measured", None)  # half is not timed again
+    monkeypatch.setattr(planning, "measure_half_dtypes", None)  # half is not timed again
     again = machine.plan(earlier_of(first, runs), resume=True)
     assert [run.trial for run in machine.sweep(again, runs)] == expected
 
@@ -248,7 +248,7 @@ def test_what_is_planned_by_default(options, expected, monkeypatch):
     plan = machine.plan(**options)
     assert {trial.seed for trial in plan.trials} == set(range(expected))
     has_budget = not options or "budget" in options
-    assert "budget" not in plan.in_words()  # nothing is known yet
+    assert "budget" not in plan.size_note()  # nothing is known yet
     assert (plan.to_resume()["budget"] is not None) is has_budget
     if not has_budget:  # an hour's seeds, if they are asked for
         machine.ms = 10000

@@ -1,7 +1,5 @@
 """Which way a metric is better: by its name, by `--better`, or not known and never guessed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -12,7 +10,7 @@ from sweep_made import made_sweep, trained
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import at_worst
-from ampatch.sweep.report.recommendation import not_shown, recommendation
+from ampatch.sweep.report.recommendation import open_question, recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.table import notes, table
@@ -115,7 +113,7 @@ def test_a_difference_without_a_direction_recommends_nothing_and_names_the_optio
 
 
 def test_of_one_seed_both_are_asked_for():
-    said, cure = not_shown(summarize(runs_of("spam", UP[:1]))[1])
+    said, cure = open_question(summarize(runs_of("spam", UP[:1]))[1])
     assert said.startswith("its spam differs from O0's by +0.2, and the name does not say")
     assert cure == "--seeds 3 --better spam=lower or --better spam=higher"
 

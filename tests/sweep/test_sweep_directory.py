@@ -12,7 +12,7 @@ from sweep_made import stand_in, trained
 from ampatch.cli.main import main
 from ampatch.log import set_verbosity
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
-from ampatch.sweep.execution import outcome
+from ampatch.sweep.execution import collected_runs
 from ampatch.sweep.kinds import NO_AMP, Kind
 from ampatch.tune import Tuning
 
@@ -175,7 +175,7 @@ def test_a_row_with_fewer_seeds_runs_no_more_and_may_have_more_later(script, mac
 
 def test_a_recommendation_is_for_the_kind_of_script(script, machine, monkeypatch):
     kinds = []
-    monkeypatch.setattr(outcome, "recommendation", lambda *args: kinds.append(args[1]) or "")
+    monkeypatch.setattr(collected_runs, "recommendation", lambda *args: kinds.append(args[1]) or "")
     kind = Kind(NO_AMP)
     Sweep(script, rows=[Case("O0")], kind=kind, rounds=1, out="out").run()
     assert set(kinds) == {kind}

@@ -227,5 +227,5 @@ def test_readings_keep_order_and_survive_changes_in_place():
     readings.add(flag)
     flag.fill_(True)
     readings.add(True)
-    assert readings.all() == [1.5, 1.5, 0.0, 1.0]
+    assert readings.read() == [1.5, 1.5, 0.0, 1.0]
     assert readings.latest == 1.0

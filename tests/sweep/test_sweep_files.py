@@ -96,8 +96,8 @@ def test_what_is_large_or_hidden_is_linked_and_a_copy_leaves_what_is_new(folder,
     Path("small").mkdir()
     Path("small/a").write_text("1234")
     Path("link").symlink_to("data")
-    assert own_files.large(folder, folder / "out") == [".git", "best.pt", "data", "link"]
-    with own_files.copied(folder, folder / "copy", folder / "copy"):
+    assert own_files.linked_entries(folder, folder / "out") == [".git", "best.pt", "data", "link"]
+    with own_files.copy_of(folder, folder / "copy", folder / "copy"):
         assert Path("copy/data/input.txt").read_text() == "input"
         assert Path("copy/small/a").read_text() == "1234" and not Path("copy/small").is_symlink()
         Path("copy/small/b").write_text("new")

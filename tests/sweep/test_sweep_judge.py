@@ -9,7 +9,7 @@ from sweep_made import trained
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.record import Series
 from ampatch.sweep.plan import cases
-from ampatch.sweep.report.recommendation import not_shown, recommendation
+from ampatch.sweep.report.recommendation import open_question, recommendation
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.table import table
 from ampatch.sweep.trial import Case, Trial
@@ -131,7 +131,7 @@ def test_losses_after_unequal_numbers_of_steps_are_shown_and_not_tested():
 def test_accuracy_is_what_rows_of_unequal_length_are_judged_by():
     accuracies = {"O0": (0.97, 0.98, 0.975), "O2": (0.9702, 0.9797, 0.9751)}
     _, row = fixed_time({"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}, accuracies)
-    assert row.outcome == "within" and not_shown(row) == ("", "")
+    assert row.outcome == "within" and open_question(row) == ("", "")
     assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
     _, row = fixed_time({"O0": (100, 98, 99), "O2": (99, 98, 100)}, accuracies)
     assert [metric.outcome for metric in row.comparisons] == [

@@ -1,7 +1,5 @@
 """Any script: which mixed precision it brings is recognized, and the rows follow from that."""
 
-from __future__ import annotations
-
 import importlib.util
 import textwrap
 from itertools import pairwise

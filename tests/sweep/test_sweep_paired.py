@@ -7,7 +7,7 @@ import statistics
 import pandas
 import pytest
 
-from ampatch.sweep.report.paired import LEVEL, POWER, holm, paired, smallest_seen
+from ampatch.sweep.report.paired import LEVEL, POWER, holm, paired, smallest_detectable
 
 
 def within(t, freedom, parts=4000):
@@ -77,7 +77,7 @@ def test_the_smallest_difference_is_found_with_the_power_it_claims(n, rows):
     numpy, stats = pytest.importorskip("numpy"), pytest.importorskip("scipy.stats")
     scatter, samples = 0.3, 4000
     draws = numpy.random.default_rng(0).normal(
-        smallest_seen(scatter, n, rows), scatter, (samples, n)
+        smallest_detectable(scatter, n, rows), scatter, (samples, n)
     )
     error = draws.std(axis=1, ddof=1) / math.sqrt(n)
     t = numpy.abs(draws.mean(axis=1)) / error

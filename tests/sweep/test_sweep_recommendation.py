@@ -1,7 +1,5 @@
 """A row is recommended only if it was shown to be as accurate and faster; else what is missing."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.paired import smallest_seen
+from ampatch.sweep.report.paired import smallest_detectable
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.summary import summarize
@@ -71,7 +69,7 @@ def test_the_example_of_the_readme_gets_no_recommendation():
     end = 4.3027 * scatter / math.sqrt(3) - mean  # Student's t, two degrees of freedom
     assert f"the 95 % interval of its accuracy ends {end:.2g} worse than O0's" in said
     assert f"{0.01 * statistics.mean(BASE):.2g} matters (--margin)" in said
-    seeds = next(n for n in range(4, 99) if smallest_seen(scatter, n) <= 0.00975 + mean)
+    seeds = next(n for n in range(4, 99) if smallest_detectable(scatter, n) <= 0.00975 + mean)
     assert said.endswith(f"To settle it: --resume --seeds {seeds}.")
     said = advice(("O3", COARSE, LOSSES, 1.0))  # each seed is a round
     assert said.endswith(f"To settle it, on an idle machine: --resume --seeds {seeds}.")
@@ -127,6 +125,15 @@ LOUDER = [loss + shift for loss, shift in zip(LOSSES, (0.05, 0.05, 0.051))]  # b
 def test_the_loss_counts_beyond_the_margin_and_the_reason_is_named(losses, speed, margin, said):
     """A margin that is a number is in units of the accuracy: of the loss 1 % matters then."""
     assert advice(("O1", NEAR, losses, speed), margin=margin).startswith(said)
+
+
+def test_where_no_row_is_told_apart_the_one_with_most_fp32_is_named_first():
+    runs = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, ms=1.5, **AGAIN)
+    for level, speed in (("O3", 1.3), ("O2", 1.2), ("O1", 1.1)):
+        runs += runs_of(level, BASE, LOSSES, 1 / speed)
+    said = recommendation(summarize(runs))
+    assert said.startswith(f"{SO_FAR} O1 in bfloat16 is 1.10 times as fast as O0 (1.10 to 1.10), ")
+    assert "; O3 in bfloat16, O2 in bfloat16 cannot be told apart from O0 either. " in said
 
 
 @pytest.mark.parametrize(

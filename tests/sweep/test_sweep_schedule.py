@@ -9,13 +9,13 @@ import torch
 from sweep_made import made_run
 from sweep_runs import Said, planned
 
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import engines, planning, running
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
-from ampatch.sweep.execution.runner import Reach
-from ampatch.sweep.execution.slot import Slot, device_groups
+from ampatch.sweep.execution.placement import Placement, device_groups
+from ampatch.sweep.execution.runner import TrialProgress
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.summary import summarize
 
@@ -41,15 +41,15 @@ class Engine:
         steps = self.script.get(trial.label, ["end"])
         if steps and steps[0] == "step":
             steps.pop(0)
-            return [Started(trial), Reached(trial, Reach(1, 0.5))]
+            return [Started(trial), Reached(trial, TrialProgress(1, 0.5))]
         self.running.pop(0)
         if steps == ["lost"]:
             return [Lost(trial, "gone")]
         return [Ended(Run(trial, 0, 1.0, made_run(trial.case).measured))]
 
 
-def run_all(engine, others, timed=(), proven=False, due=lambda trial: True):
-    schedule = Schedule(others, timed, lambda trial: "runner" if due(trial) else None, proven)
+def run_all(engine, others, timed=(), has_trained=False, due=lambda trial: True):
+    schedule = Schedule(others, timed, lambda trial: "runner" if due(trial) else None, has_trained)
     return list(schedule.run(engine))
 
 
@@ -66,7 +66,7 @@ def test_nothing_starts_beside_the_first_run_before_it_has_taken_a_step(happens,
 
 def test_short_runs_are_alone_and_no_more_run_at_a_time_than_there_is_room_for():
     engine = Engine(room=2)
-    run_all(engine, WHOLE, SHORT, proven=True)
+    run_all(engine, WHOLE, SHORT, has_trained=True)
     assert [running for _, _, running in engine.submitted] == [0, 1, 1, 1, 0, 0]
     assert [alone for _, alone, _ in engine.submitted] == [False] * 4 + [True] * 2
 
@@ -90,17 +90,17 @@ class Runner:
         self.running, self.seen = 0, []
         self.lock = threading.Lock()
 
-    def run(self, trial, watch, slot):
+    def run(self, trial, watch, placement):
         with self.lock:
             self.running += 1
-        if not slot.alone:
+        if not placement.alone:
             self.together.wait(timeout=30)
-        self.seen.append((trial.label, self.running, slot))
-        if not slot.alone:
+        self.seen.append((trial.label, self.running, placement))
+        if not placement.alone:
             self.together.wait(timeout=30)
         with self.lock:
             self.running -= 1
-        return Run(trial, 0, 1.0, None, alone=slot.alone)
+        return Run(trial, 0, 1.0, None, alone=placement.alone)
 
 
 def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypatch):
@@ -108,11 +108,13 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     engine = engines.make(SweepOptions(devices=("cuda:0", "cuda:1")))
     runner = Runner()
     with engine:
-        list(Schedule(WHOLE, SHORT, lambda trial: runner, proven=True).run(engine))
+        list(Schedule(WHOLE, SHORT, lambda trial: runner, has_trained=True).run(engine))
     whole, short = runner.seen[:4], runner.seen[4:]
     assert [running for _, running, _ in whole] == [2, 2, 2, 2]
-    assert {slot.devices for _, _, slot in whole} == {("cuda:0",), ("cuda:1",)}
-    assert [(running, slot.devices) for _, running, slot in short] == [(1, ("cuda:0",))] * 2
+    assert {placement.devices for _, _, placement in whole} == {("cuda:0",), ("cuda:1",)}
+    assert [(running, placement.devices) for _, running, placement in short] == [
+        (1, ("cuda:0",))
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,9 +129,9 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
 )
 def test_a_trial_sees_its_devices_only(devices, visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert Slot(devices=devices).apply(environment) == expected
-    slot = Slot(devices=devices, variables=(("A", None), ("B", "2")))
-    assert slot.apply({**environment, "A": "1", "C": "3"}) == {**expected, "B": "2", "C": "3"}
+    assert Placement(devices=devices).apply(environment) == expected
+    placement = Placement(devices=devices, variables=(("A", None), ("B", "2")))
+    assert placement.apply({**environment, "A": "1", "C": "3"}) == {**expected, "B": "2", "C": "3"}
 
 
 def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
@@ -157,7 +159,7 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("ampatch.sweep.execution.planning.measured", None)  # would be timed
+    monkeypatch.setattr(planning, "measure_half_dtypes", None)  # it would take seconds
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(ValueError) as refused:
@@ -190,8 +192,8 @@ class Cluster(Engine):
 def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, monkeypatch):
     engine = Cluster({"O0 seed 0": ["step", "step", "end"], "O1-bfloat16 seed 0": ["step", "end"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
-    half = HalfTypes((), {"bfloat16": 1}, {"bfloat16": 1})
-    monkeypatch.setattr(planning, "measured", lambda: half)
+    half = HalfSpeeds((), {"bfloat16": 1}, {"bfloat16": 1})
+    monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     clock = itertools.count(0, 700)  # seconds between two looks
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}

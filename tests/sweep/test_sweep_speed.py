@@ -10,10 +10,10 @@ import torch
 from sweep_made import stand_in, trained
 
 from ampatch import native
-from ampatch.diagnose.speed import HalfTypes
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Sweep, read_results
 from ampatch.sweep.execution import half_dtypes, runner
-from ampatch.sweep.execution.budget import LEAST_STEPS, is_due, short_steps
+from ampatch.sweep.execution.budget import MIN_SHORT_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine
 from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.provenance import machine_state
@@ -71,13 +71,15 @@ def test_without_anything_to_compare_there_are_no_rounds():
 def test_short_runs_take_seconds_and_enough_steps_and_none_is_due_where_a_row_failed():
     first = Trial(BASE)
     assert short_steps([run_of(first, ms=10.0)]) == 300
-    assert short_steps([run_of(first, ms=2000.0)]) == LEAST_STEPS
+    assert short_steps([run_of(first, ms=2000.0)]) == MIN_SHORT_STEPS
     assert short_steps([run_of(Trial(ROWS[1])), run_of(Trial(BASE, short=True))]) is None
     without_base = [run_of(first, error="RuntimeError: no"), run_of(Trial(ROWS[1]))]
     assert short_steps(without_base) is None
     assert not is_due(Trial(ROWS[1], repeat=1, short=True), without_base)
     without_row = [run_of(first), run_of(Trial(ROWS[1]), error="RuntimeError: no")]
     assert is_due(Trial(ROWS[1], seed=1), without_row)
+    again = run_of(Trial(BASE, short=True, again=True), error="RuntimeError: no")
+    assert is_due(Trial(ROWS[1], repeat=1, short=True), [run_of(first), again])  # O0 has run
 
 
 def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
@@ -315,10 +317,10 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
 def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
     """Also after `--resume` on a day on which doctor would call others so."""
     answers = []
-    monkeypatch.setattr(half_dtypes, "half_dtypes", lambda device: answers.pop())
+    monkeypatch.setattr(half_dtypes, "half_speeds", lambda device: answers.pop())
     monkeypatch.setattr(half_dtypes, "accelerator", lambda: None)
     for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
-        answers.append(HalfTypes(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
+        answers.append(HalfSpeeds(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
         plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
         assert [case.dtype for case in plan.cases] == [None, expected]
     again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
@@ -328,16 +330,16 @@ def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monk
 
 
 def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
-    answer = HalfTypes(["float16"], {"float16": 2.0}, {"float16": 3.0})
+    answer = HalfSpeeds(["float16"], {"float16": 2.0}, {"float16": 3.0})
     ends = [(1, "", "RuntimeError: CUDA error"), (0, json.dumps(dataclasses.asdict(answer)), "")]
     processes = types.SimpleNamespace(
         run=lambda command, **_: subprocess.CompletedProcess(command, *ends.pop())
     )
     monkeypatch.setattr(half_dtypes, "accelerator", lambda: "cuda")
     monkeypatch.setattr(half_dtypes, "subprocess", processes)
-    assert half_dtypes.measured() == answer
+    assert half_dtypes.measure_half_dtypes() == answer
     with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
-        half_dtypes.measured()
+        half_dtypes.measure_half_dtypes()
 
 
 def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypatch, tmp_path):

@@ -1,7 +1,5 @@
 """What is known of an accelerator, where torch or the device cannot tell all of it."""
 
-from __future__ import annotations
-
 import types
 
 import torch
@@ -16,7 +14,7 @@ def refuses(*args, **kwargs):
 
 def test_a_device_that_cannot_copy_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch, "Event", refuses)
-    assert devices.LateCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
+    assert devices.AsyncCopy(torch.arange(3.0)).value() == [0.0, 1.0, 2.0]
 
 
 def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):

@@ -1,7 +1,5 @@
 """Lists of tensors at once or one by one: the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Where a call runs: the answers are those of torch's public questions."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
@@ -13,19 +11,19 @@ from warm_python import python
 
 from ampatch.scaling.process_group import world_size
 from ampatch.torch_private import devices, probes
-from ampatch.torch_private.probes import are_ranks
+from ampatch.torch_private.probes import is_distributed
 
 
 def test_there_are_ranks_while_there_is_a_group(tmp_path):
-    assert are_ranks() is torch.distributed.is_initialized() is False
+    assert is_distributed() is torch.distributed.is_initialized() is False
     assert world_size() == 1
     for name in ("first", "second"):
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/{name}", rank=0, world_size=1
         )
-        assert are_ranks() is torch.distributed.is_initialized() is True
+        assert is_distributed() is torch.distributed.is_initialized() is True
         torch.distributed.destroy_process_group()
-        assert not are_ranks()
+        assert not is_distributed()
 
 
 RECORDINGS = {
@@ -59,7 +57,7 @@ def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch):
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_world")
     for is_there in (True, False):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda answer=is_there: answer)
-        assert are_ranks() is is_there
+        assert is_distributed() is is_there
 
 
 def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
@@ -83,12 +81,12 @@ def test_kinds_of_devices(expected, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     assert devices.accelerator() == expected
     assert devices.device_types() == (("cpu",) if expected is None else ("cpu", expected))
-    assert devices.devices_to_start_from() == (None if expected is None else {"meta"})
+    assert devices.initial_cast_devices() == (None if expected is None else {"meta"})
 
 
 def test_the_key_of_one_mode_alone_may_be_missing():
     script = (
         "import torch; del torch._C._TorchDispatchModeKey.FAKE\n"
-        "from ampatch.torch_private import probes; print(probes.computes_with_fakes())"
+        "from ampatch.torch_private import probes; print(probes.is_fake_mode_on())"
     )
     assert python("-c", script).stdout == "False\n"

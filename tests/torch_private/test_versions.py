@@ -1,7 +1,5 @@
 """A torch that lacks what the tables name: left out, said, and never fatal."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -1,7 +1,5 @@
 """What is tried at a level, in which order, and how it is written down."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

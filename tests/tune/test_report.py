@@ -1,7 +1,5 @@
 """What the terminal says of an answer and of its modules."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """The search finds the smallest set, by few candidates, each once."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

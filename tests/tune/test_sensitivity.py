@@ -1,7 +1,5 @@
 """The probe in a run at O0: what it finds, and that the run does not notice."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -11,6 +9,7 @@ import types
 import numpy
 import pytest
 import torch
+from small_training import step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ampatch
 from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.shadow import Call, HalfType
+from ampatch.tune.shadow import Call, HalfMode
 
 
 class Hot(nn.Module):
@@ -98,10 +97,7 @@ def trained(folder, steps=30, last=None, probe=True, writes=True, **asked):
     losses = []
     for _ in range(last or steps + 2):
         loss = F.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 3, (32,)))
-        optimizer.zero_grad()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step(loss, optimizer)
         losses.append(loss.item())
     if probe:
         stop()
@@ -236,7 +232,7 @@ def test_gradients_arrive_in_a_reentrant_checkpoint_too():
     layer.register_forward_hook(lambda *call: calls[-1].watch(call[-1]))
     checkpoint(layer, before(torch.randn(3, 4)), use_reentrant=True).sum().backward()
     assert [call.largest_gradient for call in calls] == [0.0, 1.0]
-    exact, recomputed = [call.compare(HalfType(torch.float16)) for call in calls]
+    exact, recomputed = [call.compare(HalfMode(torch.float16)) for call in calls]
     assert exact.gradient is None and recomputed.gradient > 0
 
 
@@ -297,7 +293,7 @@ def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause
     module(x)
     call = Call(module, (x,), {}, as_group=True)
     with pytest.raises(RuntimeError, match="^once"):
-        call.compare(HalfType(torch.float16))
+        call.compare(HalfMode(torch.float16))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
@@ -307,7 +303,7 @@ def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
     assert not module.weight.is_leaf  # which deepcopy refuses
     call = Call(module, (x,), {}, as_group=True)
     call.watch(module(x))
-    assert 0 < call.compare(HalfType(torch.float16)).output < 2e-3
+    assert 0 < call.compare(HalfMode(torch.float16)).output < 2e-3
 
 
 def test_modules_whose_turn_did_not_come_are_candidates_too(tmp_path):

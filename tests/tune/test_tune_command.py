@@ -1,7 +1,5 @@
 """`ampatch tune` on a training whose faults are known, from the command to the pasted answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -28,7 +26,7 @@ def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, m
     assert tune(folder, "softmax") == 0
     out, err = capsys.readouterr()
     answer = read_answer(folder)
-    assert "compute 4 of its calls" in err and "8 remedies to choose from" in err
+    assert "computes 4 of its calls" in err and "8 modules and settings to try" in err
     assert answer.outcome == "cured" and answer.is_smallest
     assert answer.needed == ["weigh"] and answer.settings == {}
     assert 'overrides={"weigh": "float"}' in out and answer.line in out

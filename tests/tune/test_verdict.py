@@ -1,7 +1,5 @@
 """Which candidates pass: those that the sweep's tests do not tell from O0 by what matters."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,8 +4,6 @@ An error that is expected is marked by its comment; a comment without an error i
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

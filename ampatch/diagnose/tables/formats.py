@@ -27,16 +27,16 @@ At O1 `torch.matmul(a, b)` casts FP32 arguments to half, because its row below h
 `ampatch tables matmul` prints such a row, and `ampatch tables` also names the functions that your
 torch lacks.
 
-- **Where a function is patched.** Often a row names the builtin below the public function:
+- **Where a function is patched.** Often a row names the builtin that the public function calls:
   `torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`.
 - **What is not patched.** Functions in no row, and in-place functions (`exp_`), except those that
-  write values into a tensor (`index_add_`). Code that got a function before the patches:
+  write values into a tensor (`index_add_`). Code that stored a function before `initialize`:
   [functions bound early](early_names.md).
 - **What is not cast.** Calls with `out=`, and float64, complex, integer and bool tensors.
-- **The last column** says where `torch.autocast` for CUDA and apex differ. Empty: they agree, or do
-  what stands above the table.
+- **The last column** says what `torch.autocast` for CUDA and apex do instead. If it is empty, they
+  do the same, or what the line above the table says.
 
-The first two tables have apex's names. This page is made by `ampatch tables --format markdown`.
+WHITELIST and BLACKLIST are apex's names. This page is made by `ampatch tables --format markdown`.
 """
 
 

@@ -29,23 +29,23 @@ class AmpatchFabricPrecision(Plugin, *(each.fabric.plugins.Precision for each in
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Manage a module; its optimizers come when Fabric has set them up."""
-        self._run.open(module)
+        self._ampatch.open(module)
         return module
 
     def teardown(self) -> None:
         """Modules and optimizers are plain again."""
-        self._run.close()
+        self._ampatch.close()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """`backward` of the scaled loss; the gradients are unscaled after it."""
-        with self._run.scaled(tensor) as scaled:
+        with self._ampatch.scaled(tensor) as scaled:
             scaled.backward(*args, **kwargs)
 
     def set_up(self, results: Any) -> None:
         """Manage the optimizers among the results of Fabric's `setup`."""
         listed: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
         wrapped: list[Any] = [result for result in listed if isinstance(result, Optimizer)]
-        self._run.add([result.optimizer for result in wrapped])
+        self._ampatch.add([result.optimizer for result in wrapped])
 
 
 def _setup(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ampatch
 
-from ..managed import Managed, checked
+from ..managed import IntegrationSession, checked
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +63,10 @@ class Plugin:
     ) -> None:
         super().__init__()
         options = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._run = Managed(checked(type(self).__name__, options))
+        self._ampatch = IntegrationSession(checked(type(self).__name__, options))
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self._run.settings.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in self._ampatch.settings.items())
         return f"{type(self).__name__}({options})"
 
     def main_params(self, optimizer: Any) -> Any:
@@ -75,8 +75,8 @@ class Plugin:
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scales."""
-        return self._run.scales
+        return self._ampatch.scales
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with these loss scales."""
-        self._run.scales = state_dict
+        self._ampatch.scales = state_dict

@@ -43,8 +43,8 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
                 "Fabric(plugins=[AmpatchFabricPrecision(...)])."
             )
         self._plain = packages[0].trainer.plugins.Precision
-        self._run.close()
-        self._run.open(module)
+        self._ampatch.close()
+        self._ampatch.open(module)
         self._module = module
         self._is_compiled = "training_step" in vars(module)  # made by torch.compile
         return module
@@ -53,13 +53,13 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Manage the optimizers."""
-        self._run.add(optimizers)
+        self._ampatch.add(optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Module and optimizers are plain again; the loss scale stays, for another fit."""
         self._module = None
-        self._run.close()
+        self._ampatch.close()
 
     # Around one step
 
@@ -69,7 +69,7 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         Elsewhere each submodule casts its own inputs, so that targets stay unchanged.
         """
         if self._is_compiled:
-            return apply_to_collection(data, Tensor, self._run.as_weights)
+            return apply_to_collection(data, Tensor, self._ampatch.as_weights)
         return data
 
     def train_step_context(self) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """`LightningModule.backward` of the scaled loss; the gradients are unscaled after it."""
-        with self._run.scaled(tensor) as scaled:
+        with self._ampatch.scaled(tensor) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -104,7 +104,7 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         without a dynamic loss scale those that are not torch's, call it as often as they want.
         """
         calls = isinstance(optimizer, LBFGS) or not (
-            facade.evaluates_first(optimizer) or self._run.looks_for_overflow()
+            facade.evaluates_first(optimizer) or self._ampatch.looks_for_overflow()
         )
         if calls:
             return self._plain.optimizer_step(self, optimizer, model, closure, **kwargs)

@@ -92,7 +92,8 @@ class AutocastBaseline:
         for optimizer in listed:
             self._scale_again(optimizer)
         scaled = self._scaler.scale(loss)
-        self._recorder.on_scale(self._present_scale(loss.device), loss_id)
+        unit = torch.ones((), device=loss.device)  # reading the scale would wait for the device
+        self._recorder.on_scale(self._scaler.scale(unit), loss_id)
         yield scaled
         for optimizer in listed:
             self._scaled[id(optimizer)] = optimizer
@@ -180,12 +181,6 @@ class AutocastBaseline:
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 parameter.grad = self._scaler.scale(parameter.grad)
-
-    def _present_scale(self, device: torch.device) -> Any:
-        """The scale, without waiting for the device."""
-        if not self._scaler.is_enabled():
-            return 1.0
-        return self._scaler.scale(torch.ones((), device=device))
 
 
 def put_under_autocast(model: nn.Module, device: str, dtype: torch.dtype) -> None:

@@ -1,11 +1,10 @@
-"""Switches the script's own torch.amp off: at O0, and where the levels come from outside.
+"""Switches the script's own torch.amp off: at O0, and at levels applied from outside.
 
-A script may enter torch.autocast, with or without `initialize`.  Its O0 trial would then run in
-half under the name of FP32, and a trial with casts of ampatch would have both.  So in these trials
-every region, every function that torch.autocast decorates and every GradScaler is disabled, on any
-device.  Lower switches, such as `torch.set_autocast_enabled`, are refused.
+Otherwise the O0 trial of a script that enters torch.autocast would run in half, and other trials
+would have the casts of both.  Every region, every function that torch.autocast decorates and every
+GradScaler is disabled, on any device.  Lower switches, such as `torch.set_autocast_enabled`, raise.
 
-Only trials of a sweep do this.  A script that a user runs at O0 keeps them.
+Only trials of a sweep do this.  A script that a user runs at O0 keeps its torch.amp.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ampatch.errors import AmpatchError
 from ampatch.session import facade
 from ampatch.sweep.execution.own_lines import own_line
 
-MOST_LINES = 20  # kept
+MOST_LINES = 20  # of `AutocastOff.lines`
 
 
 class AutocastOff:
@@ -39,12 +38,12 @@ class AutocastOff:
         self.lines: list[str] = []
         self.dtypes: list[str] = []
         self._is_lifted = False
-        self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # their type
+        self._dtypes_asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Make each region and GradScaler that is made from now on a disabled one.
+        """Disable each region and GradScaler that is constructed from now on.
 
-        `torch.cuda.amp.autocast` and its like derive from the class, and a name that was
+        `torch.cuda.amp.autocast` and the others derive from the class, and a name that was
         imported early is the class itself.
         """
         self._replace_regions()
@@ -79,16 +78,16 @@ class AutocastOff:
                 return
             if enabled:
                 half = dtype or torch.get_autocast_dtype(device_type)
-                self._asked[region] = str(half).removeprefix("torch.")
+                self._dtypes_asked[region] = str(half).removeprefix("torch.")
             make(region, device_type, dtype, False, cache_enabled)
-            if enabled:  # off, and no word against the casts of a level
+            if enabled:  # it is off, and must not switch the casts of a level off
                 facade.silence(region)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            half = self._asked.get(region)
+            half = self._dtypes_asked.get(region)
             if half is not None:
-                self.note(half, sys._getframe(1))
+                self.record(half, sys._getframe(1))
             return enter(region)
 
         torch.autocast.__init__ = __init__
@@ -106,8 +105,8 @@ class AutocastOff:
 
         return set_autocast_enabled
 
-    def note(self, half: str, frame: Any) -> None:
-        """What the script asked for at `frame`: torch.autocast in a half dtype."""
+    def record(self, half: str, frame: Any) -> None:
+        """Record that the script enters torch.autocast in a half dtype at `frame`."""
         self.dtypes += [half] if half not in self.dtypes else []
         line = own_line(frame) or "a library"
         if line not in self.lines and len(self.lines) < MOST_LINES:

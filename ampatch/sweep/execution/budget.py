@@ -1,10 +1,11 @@
-"""How much of a sweep fits its budget: what trials will take, and the largest plan that fits.
+"""How much of a sweep fits its budget: the estimated times, and the best size of plan that fits.
 
-The first whole run of O0 says how long a process, a step and a run take.  Another row is taken to
-need O0's time, longer by the measured speed of its half dtype, until runs in it have shown theirs.
-With each run that ends the plan is made anew, so a wrong guess costs one run.  All of it follows
-from the records: a resumed sweep comes to the same plan.
-`plans` has what is given up, in its order.
+A plan has a size: its seeds and its rounds of timing.  `wanted` is the size without a time limit,
+`chosen` the one that fits the budget; `sizes` lists what is given up, in order.
+
+Times are estimated from the first whole run of O0 and the measured speed of each half dtype, until
+the row itself has run.  The size is chosen anew after each run, so a wrong estimate costs one run.
+The records alone decide: a resumed sweep chooses the same.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
-SEEDS = 5  # are planned where the user names no number; five seeds show most differences of 1 %
-FEWEST_ROUNDS = 2  # from which a speed can be told apart
-SECONDS = 3.0  # training in a short run, which is there for its timing
-LEAST_STEPS = 24  # in a short run; a quarter is the warm-up
-FEWEST_STEPS = 6  # where only O0 has a whole run: one without a time, one to warm up, and four
+DEFAULT_SEEDS = 5  # show most differences of 1 %
+FEWEST_ROUNDS = 2  # that can tell a speed from O0's
+SHORT_RUN_SECONDS = 3.0  # of training; a short run only measures time
+MIN_SHORT_STEPS = 24  # in a short run; a quarter is the warm-up
+MIN_TIMED_STEPS = 6  # where only O0 has a whole run: the first has no time, the second warms up
 _USABLE = 0.95  # share of the budget; the rest is between the runs
-_LITTLE_MORE = 1.25  # budgets, for the third seed once the second has begun
-_HARDLY = 1.1  # times the smallest plan: where processes start slowly, whole runs cost no more
+_THIRD_SEED_OVERRUN = 1.25  # times the budget, once the second seed has begun
+_SMALLEST_OVERRUN = 1.1  # times the smallest size: whole runs of tiny models cost no more
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
-    """After how many steps short runs end, by the first whole run of O0 that went well, if any."""
+    """How many steps a short run takes, by the first good whole run of O0; None before it."""
     for run in runs:
         if run.case == BASE and not run.trial.short and status(run) == OK:
             ms = step_ms(run.measured)
-            return max(LEAST_STEPS, math.ceil(SECONDS * 1000 / ms)) if ms else LEAST_STEPS
+            return max(MIN_SHORT_STEPS, math.ceil(SHORT_RUN_SECONDS * 1000 / ms) if ms else 0)
     return None
 
 
 def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
-    """Whether a trial is worth its time.
+    """Whether a trial is to run, or failed runs have made it useless.
 
-    A short run is not, after a failed run of its row or of O0.  A whole run is not, after a failed
-    short run of its row, or one without a step (with `fail_fast`: after any failed run of it).
+    A short run is useless after a failed run of its row or of O0.  A whole run is useless after a
+    failed short run of its row, or a run without a step (with `fail_fast`: after any failed run).
     """
-    needed = (trial.case, BASE) if trial.short else (trial.case,)
-    failed = [run for run in runs if run.case in needed and status(run) != OK]
-    at_once = trial.short or fail_fast
+    cases = (trial.case, BASE) if trial.short else (trial.case,)
+    failed = [run for run in runs if run.case in cases and status(run) != OK]
+    any_failure = trial.short or fail_fast
     return not any(
-        not run.trial.again and (at_once or run.trial.short or status(run).startswith(NO_STEP))
+        not run.trial.again and (any_failure or run.trial.short or status(run).startswith(NO_STEP))
         for run in failed
     )
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """How many seeds each row has, and the rounds of timing; with `seeds` 0 only O0 has one.
+class PlanSize:
+    """The seeds of each row and the rounds of timing.  With `seeds` 0 only O0 has a whole run.
 
-    `all_rows`: O3 too, where others may be recommended before it.  `again`: O0 twice in a round.
+    Without `all_rows` O3 does not run beside two other rows.  `again`: O0 runs twice in a round.
     """
 
     seeds: int
@@ -72,41 +73,41 @@ class Amounts:
     again: bool = True
 
     def rows(self, rows: Sequence[Case]) -> Sequence[Case]:
-        """Those that run, of all `rows`."""
+        """Those of `rows` that run."""
         first = [row for row in rows if row.opt_level != "O3"]
         return rows if self.all_rows or len(first) < 2 else first
 
     def trials(
-        self, rows: Sequence[Case], begun: Collection[Trial] = (), **others: Any
+        self, rows: Sequence[Case], ended: Collection[Trial] = (), **others: Any
     ) -> list[Trial]:
-        """The trials in their order, without a second O0 in seeds of which one is over without."""
+        """The trials in order, without a second run of O0 in rounds that ended without it."""
         every = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
-        last = max((trial.round for trial in begun if trial.case != BASE), default=(0, 0))
-        is_over = last > (0, 0) and not any(trial.again for trial in begun)
+        last = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
+        is_over = last > (0, 0) and not any(trial.again for trial in ended)
         late = {t for t in every if t.again and not t.repeat and (is_over or t.round < last)}
-        return [trial for trial in every if trial in begun or trial not in late]
+        return [trial for trial in every if trial in ended or trial not in late]
 
-    def answers_all(self, wish: Amounts) -> bool:
-        """Whether it has the seeds that a verdict on accuracy takes."""
-        return self.seeds >= min(wish.seeds, TESTED)
+    def tests_accuracy(self, wanted: PlanSize) -> bool:
+        """Whether it has the seeds that a verdict on accuracy needs."""
+        return self.seeds >= min(wanted.seeds, TESTED)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Times of ended runs, in seconds, from which those of other runs are estimated."""
+class Timings:
+    """The times of ended runs in seconds, and estimates for the others."""
 
     spent: float
-    start: float  # a process without its training
-    beside: float  # a whole run without its steps, the quickest
-    steps: int  # in a whole run
-    short: int  # steps of a timed run
-    step: Mapping[Case, float]  # for rows that have run
-    whole: Mapping[Case, float]  # a whole run of these
-    lowest: Mapping[str, float]  # speed of each half dtype relative to FP32
-    failed: Sequence[Run]  # others of their rows may not be due
+    startup: float  # of the quickest process, without its training
+    overhead: float  # of the quickest whole run, without its steps
+    whole_steps: int  # optimizer steps of a whole run
+    short_steps: int  # of a short run
+    steps: Mapping[Case, float]  # one step of each row that has run
+    wholes: Mapping[Case, float]  # a whole run of each row that has run
+    half_speeds: Mapping[str, float]  # of each half dtype, relative to FP32
+    failed: Sequence[Run]
 
     @classmethod
-    def of(cls, runs: Sequence[Run], lowest: Mapping[str, float]) -> Facts | None:
+    def of(cls, runs: Sequence[Run], half_speeds: Mapping[str, float]) -> Timings | None:
         """None before a whole run of O0 has gone well."""
         bases = [
             run for run in runs if run.case == BASE and not run.trial.short and status(run) == OK
@@ -115,128 +116,133 @@ class Facts:
             return None
         trained = [run for run in runs if run.steps]
         good = [run for run in runs if not run.trial.short and status(run) == OK]
-        imports = bases[0].imports if len(trained) == 1 else 0.0  # the next ones have them
+        imports = bases[0].imports if len(trained) == 1 else 0.0  # later trials start warm
         return cls(
             spent=sum(run.seconds for run in runs),
-            start=min(map(_beside_steps, trained)) - imports,
-            beside=min(map(_beside_steps, good)) - imports,
-            steps=bases[0].steps,
-            short=short_steps(bases) or FEWEST_STEPS,
-            step=_means((run.case, _step(run)) for run in trained if _step(run)),
-            whole=_means(
+            startup=min(map(_overhead, trained)) - imports,
+            overhead=min(map(_overhead, good)) - imports,
+            whole_steps=bases[0].steps,
+            short_steps=short_steps(bases) or MIN_TIMED_STEPS,
+            steps=_means((run.case, _step(run)) for run in trained if _step(run)),
+            wholes=_means(
                 (run.case, run.seconds)
                 for run in runs
                 if not run.trial.short and run is not bases[0]  # it started cold
             ),
-            lowest=lowest,
+            half_speeds=half_speeds,
             failed=[run for run in runs if status(run) != OK],
         )
 
-    def of_step(self, case: Case) -> float:
-        """A step of a row: as measured, of it or of others in its type; or O0's by that's speed."""
-        if case in self.step:
-            return self.step[case]
-        alike = [seconds for other, seconds in self.step.items() if other.dtype == case.dtype]
-        if alike:
-            return max(alike)
-        halves = [min(1.0, self.lowest.get(name, 1.0)) for name in (case.dtype or "").split("+")]
-        return self.step.get(BASE, 0.0) / min(halves)
+    def step_seconds(self, case: Case) -> float:
+        """A step of a row: its own, the slowest in the same dtype, or O0's by the dtype's speed."""
+        same_dtype = [seconds for other, seconds in self.steps.items() if other.dtype == case.dtype]
+        if same_dtype:
+            return self.steps.get(case, max(same_dtype))
+        dtypes = (case.dtype or "").split("+")
+        speed = min(min(1.0, self.half_speeds.get(name, 1.0)) for name in dtypes)
+        return self.steps.get(BASE, 0.0) / speed
 
-    def of_trial(self, trial: Trial, few_steps: bool) -> float:
-        """What a trial will take."""
+    def trial_seconds(self, trial: Trial, few_steps: bool) -> float:
+        """How long a trial will take."""
         if trial.short:
-            steps = FEWEST_STEPS if few_steps else min(self.short, self.steps)
-            return self.start + steps * self.of_step(trial.case)
-        guess = self.beside + self.steps * self.of_step(trial.case)
-        return self.whole.get(trial.case, guess)
+            steps = MIN_TIMED_STEPS if few_steps else min(self.short_steps, self.whole_steps)
+            return self.startup + steps * self.step_seconds(trial.case)
+        estimate = self.overhead + self.whole_steps * self.step_seconds(trial.case)
+        return self.wholes.get(trial.case, estimate)
 
-    def of_plan(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> float:
-        """What the whole sweep will have taken, with what has run already."""
-        left = (trial for trial in plan.trials(rows, begun) if trial not in begun)
-        due = (trial for trial in left if is_due(trial, self.failed))
-        return self.spent + sum(self.of_trial(trial, not plan.seeds) for trial in due)
+    def sweep_seconds(
+        self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]
+    ) -> float:
+        """How long the whole sweep will take, the runs that have ended included."""
+        remaining = (trial for trial in size.trials(rows, ended) if trial not in ended)
+        due = (trial for trial in remaining if is_due(trial, self.failed))
+        return self.spent + sum(self.trial_seconds(trial, not size.seeds) for trial in due)
 
-    def minutes(self, rows: Sequence[Case], plan: Amounts, begun: Collection[Trial]) -> int:
-        """The budget that a plan fits."""
-        return math.ceil(self.of_plan(rows, plan, begun) / 60 / _USABLE)
+    def budget_minutes(self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
+        """The smallest budget that this size fits, in whole minutes."""
+        return math.ceil(self.sweep_seconds(rows, size, ended) / 60 / _USABLE)
 
 
-def plans(wish: Amounts) -> Iterator[Amounts]:
-    """The plans to choose from, the best first.
+def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
+    """The sizes to choose from, the best first.
 
-    An answer takes `TESTED` seeds of the rows that may be recommended; they are rounds of the speed
-    as well.  They come before more rounds, before O3, and before the second O0 of each round.
+    Given up are, in this order: seeds beyond `TESTED`, rounds of timing, O3, the second run of O0
+    in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing too.
     """
-    enough, least = min(wish.seeds, TESTED), min(wish.rounds, FEWEST_ROUNDS)
-    for n in range(wish.seeds, enough - 1, -1):
-        yield Amounts(n, wish.rounds)
-    few = min(wish.rounds, max(enough, least))
-    yield Amounts(enough, few)
-    yield Amounts(enough, few, all_rows=False)
+    enough, least = min(wanted.seeds, TESTED), min(wanted.rounds, FEWEST_ROUNDS)
+    for n in range(wanted.seeds, enough - 1, -1):
+        yield PlanSize(n, wanted.rounds)
+    few = min(wanted.rounds, max(enough, least))
+    yield PlanSize(enough, few)
+    yield PlanSize(enough, few, all_rows=False)
     if few >= TESTED:
-        yield Amounts(enough, few, all_rows=False, again=False)
-    yield Amounts(min(enough, 2), min(wish.rounds, max(2, least)), all_rows=False)
+        yield PlanSize(enough, few, all_rows=False, again=False)
+    yield PlanSize(min(enough, 2), min(wanted.rounds, max(2, least)), all_rows=False)
     for n in (1, 0):
-        yield Amounts(n, wish.rounds)
-        for rounds in range(wish.rounds, least - 1, -1):
-            yield Amounts(n, rounds, all_rows=False)
+        yield PlanSize(n, wanted.rounds)
+        for rounds in range(wanted.rounds, least - 1, -1):
+            yield PlanSize(n, rounds, all_rows=False)
 
 
-def fitting(
-    rows: Sequence[Case], wish: Amounts, minutes: float, facts: Facts, begun: Collection[Trial]
-) -> Amounts:
-    """The best plan that takes no more than `minutes`, or hardly more than the smallest.
+def choose_size(
+    rows: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
+    ended: Collection[Trial],
+) -> PlanSize:  # fmt: skip
+    """The best size that takes `minutes` at most, or hardly longer than the smallest size.
 
-    A seed after the first that a row beside O0 has begun is run by all rows: half a round compares
-    nothing.  The third follows on the second where it takes a quarter more than the budget at most:
-    it would be there for nothing.
+    If a row other than O0 has run a second or later seed, all rows run it: half a round compares
+    nothing.  The third seed then follows if it takes a quarter more than the budget at most,
+    because two seeds test nothing.
     """
-    whole = (trial for trial in begun if not trial.short and trial.case != BASE)
-    started = max((trial.seed + 1 for trial in whole), default=0)
-    least = started if started > 1 else 0
-    possible = (dataclasses.replace(plan, seeds=max(plan.seeds, least)) for plan in plans(wish))
-    times = {plan: facts.of_plan(rows, plan, begun) for plan in possible}
-    limit = max(_USABLE * 60 * minutes, _HARDLY * min(times.values()))
-    fit = next(plan for plan, seconds in times.items() if seconds <= limit)
-    if least > 1 and not fit.answers_all(wish):
-        with_answer = [plan for plan in times if plan.answers_all(wish)]
-        if times[with_answer[-1]] <= _LITTLE_MORE * 60 * minutes:
-            return with_answer[-1]
-    return fit
+    whole = (trial for trial in ended if not trial.short and trial.case != BASE)
+    begun = max((trial.seed + 1 for trial in whole), default=0)
+    least = begun if begun > 1 else 0
+    possible = (dataclasses.replace(size, seeds=max(size.seeds, least)) for size in sizes(wanted))
+    times = {size: timings.sweep_seconds(rows, size, ended) for size in possible}
+    limit = max(_USABLE * 60 * minutes, _SMALLEST_OVERRUN * min(times.values()))
+    chosen = next(size for size, seconds in times.items() if seconds <= limit)
+    if least > 1 and not chosen.tests_accuracy(wanted):
+        smallest_tested = [size for size in times if size.tests_accuracy(wanted)][-1]
+        if times[smallest_tested] <= _THIRD_SEED_OVERRUN * 60 * minutes:
+            return smallest_tested
+    return chosen
 
 
-def in_words(rows: Sequence[Case], plan: Amounts, minutes: float | None, seconds: float) -> str:
-    """What is planned, how long it takes, and what of it can be known then."""
+def size_note(rows: Sequence[Case], chosen: PlanSize, minutes: float | None, seconds: float) -> str:
+    """What is planned, and how long it takes."""
     limit = "" if minutes is None else f" for --budget {minutes:g}"
-    seeds = counted(max(1, plan.seeds), "seed")
-    names = ", ".join(dict.fromkeys(row.level_name for row in plan.rows(rows)))
-    rounds = f" and {counted(plan.rounds, 'round')} of timing"  # each seed is one, too
-    said = f"Planned{limit}: {seeds}{rounds if plan.rounds > plan.seeds else ''} of {names}"
-    if not plan.seeds:
-        said += f", in which all but O0 take {FEWEST_STEPS} steps"
-    said += f"; about {duration(seconds)} in all."
+    seeds = counted(max(1, chosen.seeds), "seed")
+    names = ", ".join(dict.fromkeys(row.level_name for row in chosen.rows(rows)))
+    rounds = f" and {counted(chosen.rounds, 'round')} of timing"  # each seed is one, too
+    note = f"Planned{limit}: {seeds}{rounds if chosen.rounds > chosen.seeds else ''} of {names}"
+    if not chosen.seeds:
+        note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
+    note += f"; about {duration(seconds)} in all."
     if minutes is not None and seconds > 60 * minutes:
-        said += " It takes longer than its budget: a smaller plan would tell nothing."
-    return said
+        note += " It takes longer than its budget: a smaller plan would tell nothing."
+    return note
 
 
-def left_out(
-    wish: Amounts, plan: Amounts, has_o3: bool, has_again: bool, to_answer: int, to_have_all: int
+def omission_note(
+    wanted: PlanSize, chosen: PlanSize, has_o3: bool, has_again: bool, to_test: int, for_all: int
 ) -> str:
-    """What a budget has left out, and the budgets that have it; "" for nothing."""
-    if not plan.answers_all(wish):
+    """What a budget leaves out, and the budget in minutes that has it; "" for nothing.
+
+    `to_test` is the budget that tests accuracy, `for_all` the one for all that is wanted.
+    """
+    if not chosen.tests_accuracy(wanted):
         return (
-            f"{counted(max(1, plan.seeds), 'seed')} can show how fast the rows are; to compare "
-            f"their accuracy takes {TESTED}: --resume --budget {to_answer} does both."
+            f"{counted(max(1, chosen.seeds), 'seed')} can show how fast the rows are; to compare "
+            f"their accuracy takes {TESTED}: --resume --budget {to_test} does both."
         )
     missing = {
         "O3": not has_o3,
         "a second timing of O0": not has_again,
-        counted(wish.seeds - plan.seeds, "more seed"): wish.seeds > plan.seeds,
-        "rounds of timing": wish.rounds > max(plan.rounds, plan.seeds),
+        counted(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
+        "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
     }
     names = ", ".join(name for name, is_missing in missing.items() if is_missing)
-    return f"Left out: {names}. --resume --budget {to_have_all} has all." if names else ""
+    return f"Left out: {names}. --resume --budget {for_all} has all." if names else ""
 
 
 def duration(seconds: float) -> str:
@@ -249,7 +255,7 @@ def _step(run: Run) -> float:
     return (step_ms(run.measured) or 0.0) / 1000
 
 
-def _beside_steps(run: Run) -> float:
+def _overhead(run: Run) -> float:
     return max(0.0, run.seconds - run.steps * _step(run))
 
 

@@ -1,12 +1,11 @@
 """One trial of a sweep, in a process of its own.
 
-    python -m ampatch.sweep.execution.child ORDER
+    python -m ampatch.sweep.execution.child REQUEST
 
 Runs the script under a recorder and writes what was measured to the trial's record, also
 when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file
-holds the number of steps and the loss.  The exit code is the script's.  ORDER is made by
-`Runner`, in JSON: the runner, the trial, a pipe that closes when the sweep has ended, and whether
-to say what was imported.
+holds the number of steps and the loss.  The exit code is the script's.  `Runner` makes REQUEST, in
+JSON: the runner, the trial, a pipe that closes when the sweep ends, whether to list the imports.
 Under torchrun only rank 0 records.
 """
 
@@ -42,8 +41,8 @@ from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
-from ampatch.sweep.execution.runner import Reach, Runner
-from ampatch.sweep.execution.seeding import OwnSeeds, draw, seed_everything
+from ampatch.sweep.execution.runner import Runner, TrialProgress
+from ampatch.sweep.execution.seeding import OwnSeeds, draw_words, seed_everything
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.record import Measured
@@ -66,36 +65,37 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 """
 
 
-def run(order: dict[str, Any]) -> int:
-    """Be the trial of this order; returns the exit code."""
-    runner, trial = restored(Runner, order["runner"]), restored(Trial, order["trial"])
+def run(request: dict[str, Any]) -> int:
+    """Run the trial of this request; returns the exit code."""
+    runner, trial = restored(Runner, request["runner"]), restored(Trial, request["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
     is_ranked = runner.processes is not None
-    rank = ranks.this_rank() if is_ranked else 0
-    _end_with_parent(order["guard"], is_ranked)
+    rank = int(os.environ["RANK"]) if is_ranked else 0
+    _end_with_parent(request["guard"], is_ranked)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    watched = _Watched(runner, trial.case, None if rank else files.progress)
-    watched.start()
+    training = _Training(runner, trial.case, None if rank else files.progress)
+    training.start()
     if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    draw(order.get("drawn", 0))  # as imports that are done already have
+    draw_words(request.get("drawn", 0))  # as the imports of the server did
     own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
     own_seeds.watch()
-    record = None if rank else _Record(files.record, watched, own_seeds)
+    record = None if rank else _Record(files.record, training, own_seeds)
     before = dict(os.environ)
     ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
-    if order["imports"] and not ending.exit_code:
-        write_json(files.imports, {"modules": _installed(), "variables": changes(before)})
+    if request["imports"] and not ending.exit_code:
+        imports = {"modules": _site_package_modules(), "variables": changes(before)}
+        write_json(files.imports, imports)
     if is_ranked:
-        ranks.leave_word(ending.error)
+        ranks.record_ending(ending.error)
     if record is not None:
         record.write(ending.error)
     signal.signal(signal.SIGTERM, _exit_by_signal)
     if is_ranked:
         late_threads.let_groups_finish()
-    # or the end of this process may be an abort
+    # Without this C++ may abort the process at its end.
     late_threads.wait_until_idle(device_figures.used())
     return ending.exit_code
 
@@ -105,10 +105,9 @@ def _exit_by_signal(number: int, _: Any) -> None:
 
 
 def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
-    """Run the script; from its end on SIGTERM is ignored, until the record is written.
+    """Run the script, and ignore SIGTERM from its end until the record is written.
 
-    torchrun sends SIGTERM as soon as another rank has failed.  Rank 0 may then be printing
-    its own error, or writing its record.
+    torchrun sends SIGTERM when another rank fails; rank 0 may then be writing its record.
     """
     try:
         ending = program.run(arguments)
@@ -122,12 +121,12 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
 class _Record:
     """The file of what was measured, written at the script's end.
 
-    Then Python waits for the script's threads and calls its exit handlers.  What these train or
-    log is added: the exit handler of this class comes last, because it was there first.
+    Threads and exit handlers of the script may train or log after that.  The exit handler of this
+    class was registered first, so it runs last and adds what they did.
     """
 
-    def __init__(self, path: Path, watched: _Watched, own_seeds: OwnSeeds) -> None:
-        self._path, self._watched, self._own_seeds = path, watched, own_seeds
+    def __init__(self, path: Path, training: _Training, own_seeds: OwnSeeds) -> None:
+        self._path, self._training, self._own_seeds = path, training, own_seeds
         self._error = ""
         self._written_notices: int | None = None  # the `notices` in the file
         self._process = os.getpid()
@@ -136,30 +135,33 @@ class _Record:
     def write(self, error: str) -> None:
         """Write the record; `error` is the exception that ended the script.
 
-        A copy of the process (os.fork) writes nothing: it has only a part of the training.
+        A forked copy of the process writes nothing, because it has only a part of the training.
         """
         if os.getpid() != self._process:
             return
-        recorder = self._watched.recorder
+        recorder = self._training.recorder
         self._error, self._written_notices = error, recorder.notices
-        measured = _measured(recorder)
+        try:
+            measured = recorder.measured()
+        except RuntimeError as failure:  # a device that has failed returns no more values
+            measured = Measured(error=describe(failure))
         measured.error = error or measured.error
         measured.own_seed = self._own_seeds.first_call
-        measured.autocast_off = self._watched.off.lines
-        measured.kind = self._watched.kind()
-        measured.casts_nothing = self._watched.casts_nothing()
+        measured.autocast_off = self._training.off.lines
+        measured.kind = self._training.kind()
+        measured.casts_nothing = self._training.casts_nothing()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
-        if self._written_notices not in (None, self._watched.recorder.notices):
+        if self._written_notices not in (None, self._training.recorder.notices):
             self.write(self._error)
             late_threads.wait_until_idle(device_figures.used())
 
 
-class _Watched:
-    """The script's training as its case asks for it, and the recorder that watches it.
+class _Training:
+    """Sets the training up as the case says, and connects the recorder.
 
-    `progress` is the file for its progress; None in ranks but the first, which report nothing.
+    `progress` is the file for the trial's progress; None in ranks other than the first.
     """
 
     def __init__(self, runner: Runner, case: Case, progress: Path | None) -> None:
@@ -176,7 +178,7 @@ class _Watched:
         return UNKNOWN if self._recognition is None else self._recognition.kind
 
     def casts_nothing(self) -> bool:
-        """Whether the script is cast as by `run --auto`, and nothing of it was."""
+        """Whether the script ran as by `run --auto`, and nothing was cast."""
         return self._forwards is not None and not self._forwards.has_cast
 
     def start(self) -> None:
@@ -188,7 +190,7 @@ class _Watched:
             children.start(False)
             plain = PlainTraining(self.recorder, AUTOCAST)
             plain.start()
-            framework_patches.wrap_backward(plain.inside)
+            framework_patches.wrap_backward(plain.framework_backward)
             return
         is_base = case.opt_level == BASE.opt_level
         automatic = script.is_plain and not is_base
@@ -216,7 +218,7 @@ class _Watched:
 
     def _report(self, steps: int, loss: float | None) -> None:
         if self._progress is not None:
-            write_json(self._progress, Reach(steps, loss, self.kind()))
+            write_json(self._progress, TrialProgress(steps, loss, self.kind()))
 
 
 class _Eps:
@@ -232,7 +234,7 @@ class _Eps:
 
 
 def _end_without_initialize() -> None:
-    """End the script at an optimizer step before any `initialize`: such training is no trial."""
+    """End the script at an optimizer step before any `initialize`."""
 
     def end(*_: Any) -> None:
         raise SystemExit(0)
@@ -241,19 +243,12 @@ def _end_without_initialize() -> None:
     ampatch.observe(SimpleNamespace(on_initialize=lambda properties: hook.remove()))
 
 
-def _measured(recorder: Recorder) -> Measured:
-    try:
-        return recorder.measured()
-    except RuntimeError as error:  # a device that has failed returns no more values
-        return Measured(error=describe(error))
-
-
 def changes(before: Mapping[str, str]) -> dict[str, str]:
     """The variables that are new, or have another value than `before`."""
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def _installed() -> list[str]:
+def _site_package_modules() -> list[str]:
     """The modules that are imported from site-packages, in the order of their imports."""
     modules = [(name, getattr(module, "__spec__", None)) for name, module in sys.modules.items()]
     return [
@@ -271,8 +266,8 @@ def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
     """
     if pipe is None:
         return
-    if is_ranked:
-        pipe = ranks.open_guard(pipe)
+    if is_ranked:  # torchrun passes no open files on
+        pipe = os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
     subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
     os.close(pipe)
 

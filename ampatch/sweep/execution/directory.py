@@ -36,16 +36,16 @@ from ampatch.sweep.report.results import (
 from ampatch.sweep.trial import Trial
 
 DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # holds the script's own directory
-GROWING = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more: trials are added
+MAY_GROW = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more of these
 _LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What one trial leaves in the directory of runs.
+    """The files and folders of one trial in the directory of runs.
 
-    `directory` is for what the script writes and would find again: empty when the trial begins, in
-    the place of `{trial_dir}` among its arguments, and in the variable `AMPATCH_TRIAL_DIR`.
+    `directory` is for the files of the script and empty when the trial begins: `{trial_dir}` among
+    the arguments and the variable `AMPATCH_TRIAL_DIR` name it.
     """
 
     run: Path
@@ -94,9 +94,9 @@ def _remove(path: Path) -> None:
 
 
 def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
-    """`out`, or by default `ampatch-sweep/` and the title, numbered if that is taken.
+    """`out`, or by default `ampatch-sweep/TITLE`, with a number if that exists.
 
-    With `is_there` it is the last one that has a sweep.
+    With `is_there` it is the last of these that has a sweep.
     """
     if out is not None:
         return Path(out)
@@ -110,10 +110,10 @@ def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
 
 
 def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
-    """The record of the sweep in a folder; None for an empty one, and for none.
+    """The record of the sweep in a folder; None if the folder is empty or does not exist.
 
-    Changes nothing.  Raises `ValueError` for a folder that has other files and no record, and
-    where one of `files`, which are to be written, is not the sweep's.
+    Changes nothing.  Raises `ValueError` for a folder with other files and no record, and if one of
+    `files`, which are to be written, exists and is not the sweep's.
     """
     record = read_results(path)
     if record is None and not _is_free(path):
@@ -131,7 +131,7 @@ def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
 
 
 def clear(path: Path) -> None:
-    """Delete the files of the sweep in a folder, but for its record, and no others."""
+    """Delete the files of the sweep in a folder, except its record, and no other files."""
     record = read_results(path)
     if record is None:
         return
@@ -156,9 +156,9 @@ class Directory:
     def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
         self.path, self.runs = path, path / RUNS
         self.settings = plain(settings)
-        self._lock = _held(self, path)
+        self._lock = _lock_directory(self, path)
         try:
-            with _explained(path):
+            with _with_remedy(path):
                 record = record_of(path, options.files)
                 self.earlier = None if options.overwrite else record
                 if self.earlier is None:
@@ -173,12 +173,12 @@ class Directory:
         """Release it for other sweeps.  A second call changes nothing."""
         self._lock()
 
-    def keep(self, settings: dict[str, Any]) -> None:
-        """Have these among the settings, too."""
+    def add_settings(self, settings: dict[str, Any]) -> None:
+        """Add to the settings."""
         self.settings.update(plain(settings))
 
     def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:
-        """The runs of an earlier part of this sweep, but those that a longer timeout may finish."""
+        """The runs of the sweep that is resumed, without those that a longer timeout may finish."""
         for trial in trials if self.earlier else ():
             run = read_run(RunFiles.of(self.runs, trial).run)
             if run is None:
@@ -188,16 +188,16 @@ class Directory:
                 yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
 
     def _check(self, earlier: Results, resume: bool) -> None:
-        """Raise `ValueError` where going on with a sweep is impossible or not asked for."""
+        """Raise `ValueError` if the sweep cannot be resumed, or was not asked to be."""
         if not resume:
             raise ValueError(
                 f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
                 f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
                 "by --overwrite, or choose another directory with --out."
             )
-        wished = ("seeds", "rounds") if earlier.plan.get("budget") else ()  # it may have had fewer
-        before = {name: n for name, n in earlier.settings.items() if name not in wished}
-        now = {name: n for name, n in self.settings.items() if name not in wished}
+        by_budget = ("seeds", "rounds") if earlier.plan.get("budget") else ()
+        before = {name: n for name, n in earlier.settings.items() if name not in by_budget}
+        now = {name: n for name, n in self.settings.items() if name not in by_budget}
         differ = _differences(before, now)
         if differ:
             raise ValueError(
@@ -206,26 +206,32 @@ class Directory:
             )
 
 
-def _held(holder: object, path: Path) -> weakref.finalize[..., Any]:
-    """Hold a directory by a file in it, until the returned function is called or `holder` is gone.
+def _lock_directory(holder: object, path: Path) -> weakref.finalize[..., Any]:
+    """Lock a directory by a file in it, until the returned function is called or `holder` is gone.
 
-    The directory is made if it is not there.
+    Creates the directory if it does not exist.
     """
-    with _explained(path):
+    with _with_remedy(path):
         path.mkdir(parents=True, exist_ok=True)
         file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     lock = weakref.finalize(holder, os.close, file)
-    if not _locked(file):
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows: nothing keeps two sweeps apart
+        return lock
+    except BlockingIOError:
         lock()
         raise ValueError(
             f"{path}: another sweep is running in this directory. Wait for its end, or choose "
             "another with --out."
-        )
+        ) from None
     return lock
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _with_remedy(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -235,12 +241,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    names = [n for n in names if not (n in GROWING and _grown(before.get(n), now.get(n)))]
+    names = [n for n in names if not (n in MAY_GROW and _has_grown(before.get(n), now.get(n)))]
     texts = ((name, _text(before, name), _text(now, name)) for name in names)
     return "; ".join(f"{name} before: {earlier}, now: {other}" for name, earlier, other in texts)
 
 
-def _grown(before: Any, now: Any) -> bool:
+def _has_grown(before: Any, now: Any) -> bool:
     if None in (before, now):
         return False
     return set(before) <= set(now) if isinstance(now, list) else before < now
@@ -249,16 +255,3 @@ def _grown(before: Any, now: Any) -> bool:
 def _text(settings: dict[str, Any], name: str) -> str:
     value = settings.get(name)
     return shlex.join(value) if value and name == "arguments" else setting_text(value)
-
-
-def _locked(file: int) -> bool:
-    """Lock an open file until it is closed or this process ends; False if another holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nothing keeps two sweeps apart
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

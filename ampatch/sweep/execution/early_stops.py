@@ -26,22 +26,27 @@ _UNKNOWN = (
 
 
 def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> str:
-    """Why no other trial should run after `run`, or "" if the next may go better.
+    """Why no other trial should run after `run`; "" if the next may succeed.
 
     `earlier` are the runs before it, `log` is the file of its output.
     """
-    said = status(run)
-    if run.case == BASE and LATE in said:
-        return f"{script}: {said}"
+    run_status = status(run)
+    if run.case == BASE and LATE in run_status:
+        return f"{script}: {run_status}"
     others = [other for other in earlier if other.steps and status(other) == OK]
-    if said.startswith(NO_STEP) and run.case != BASE and others:
+    if run_status.startswith(NO_STEP) and run.case != BASE and others:
         return ""
-    if said.startswith(("no training", NO_STEP)) and not run.steps:
+    if run_status.startswith(("no training", NO_STEP)) and not run.steps:
         kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
-            return _no_integration(script, kind)
-        return f"{script}: {said} ({run.trial.label}).{_hint(run, kind)}"
-    goes_on = said == OK or said.startswith("diverged") or lacks_memory(said)
+            return (
+                f"{script} trains by {FRAMEWORKS[kind.framework].title}, and the sweep could not "
+                "put ampatch into it: the script does not make it in one place. Write these lines "
+                "into it; opt level and dtype come from the sweep in each trial:\n"
+                f"{kind.line(())}"
+            )
+        return f"{script}: {run_status} ({run.trial.label}).{_hint(run, kind)}"
+    goes_on = run_status == OK or run_status.startswith("diverged") or lacks_memory(run_status)
     if run.case != BASE or goes_on:
         return ""
     remedy = " Give it more: --resume --timeout SECONDS." if run.ended_by else ""
@@ -49,16 +54,8 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         remedy = " Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS."
     steps = f"after {counted(run.steps, 'step')}" if run.steps else "before its first step"
     return (
-        f"{script}: {said} at {run.trial.label}, {steps}. The other rows are compared with O0, so "
-        f"none of them is run.{remedy}\n{last_lines(log)}"
-    )
-
-
-def _no_integration(script: str, kind: Kind) -> str:
-    return (
-        f"{script} trains by {FRAMEWORKS[kind.framework].shown}, and the sweep could not put "
-        "ampatch into it: the script does not make it in one place. Write these lines into it; opt "
-        f"level and dtype come from the sweep in each trial:\n{kind.line(())}"
+        f"{script}: {run_status} at {run.trial.label}, {steps}. The other rows are compared with "
+        f"O0, so none of them is run.{remedy}\n{last_lines(log)}"
     )
 
 
@@ -70,24 +67,24 @@ def _hint(run: Run, kind: Kind) -> str:
     return f" {kind.needs}.{_UNKNOWN}" if is_unknown else _MAY_RESUME
 
 
-def lacks_memory(said: str) -> bool:
-    """Whether an error, in words, is that of too little memory: of a device, or of the machine."""
-    return any(word in said for word in _WITHOUT_ENOUGH_MEMORY)
+def lacks_memory(message: str) -> bool:
+    """Whether an error message is about too little memory, of a device or of the machine."""
+    return any(word in message for word in _WITHOUT_ENOUGH_MEMORY)
 
 
 def failure(run: Run, log: Path) -> str:
-    """How a run failed, and the end of its output, which has an exception's message already."""
-    said, shown = status(run), last_lines(log)
-    hint = " The script may catch its errors." + _MAY_RESUME if said.startswith(NO_STEP) else ""
-    if not shown:
-        return f"{run.trial.label} {said}.{hint} It printed nothing."
-    if said.partition(": ")[2] in shown:
-        said = brief(said)
-    return f"{run.trial.label} {said}.{hint} Its last lines:\n{shown}"
+    """How a run failed, and the end of its output.  An error that is there is not repeated."""
+    how, output = status(run), last_lines(log)
+    hint = " The script may catch its errors." + _MAY_RESUME if how.startswith(NO_STEP) else ""
+    if not output:
+        return f"{run.trial.label} {how}.{hint} It printed nothing."
+    if how.partition(": ")[2] in output:
+        how = brief(how)
+    return f"{run.trial.label} {how}.{hint} Its last lines:\n{output}"
 
 
 def last_lines(log: Path) -> str:
     """The end of a run's output, and where all of it is; "" if it printed nothing."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    shown = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:] if line.strip())
-    return shown and f"{shown}\nAll of its output: {log}"
+    lines = "\n".join(f"  {line}" for line in text.splitlines()[-LAST_LINES:] if line.strip())
+    return lines and f"{lines}\nAll of its output: {log}"

@@ -7,30 +7,30 @@ import json
 import subprocess
 import sys
 
-from ampatch.diagnose.speed import HalfTypes, half_dtypes
+from ampatch.diagnose.speed import HalfSpeeds, half_speeds
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.torch_private.devices import accelerator
 
-NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and is the less slow one on a CPU
+NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and on a CPU is less slow than float16
 _ASK = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
-from ampatch.diagnose.speed import half_dtypes
-print(json.dumps(dataclasses.asdict(half_dtypes())))
+from ampatch.diagnose.speed import half_speeds
+print(json.dumps(dataclasses.asdict(half_speeds())))
 """
 
 
-def measured() -> HalfTypes:
-    """The fast half dtypes, or `NONE_IS_FAST`, and the speeds of all; takes a few seconds.
+def measure_half_dtypes() -> HalfSpeeds:
+    """Time the half dtypes; `fast` is `NONE_IS_FAST` if none is.  Takes a few seconds.
 
     Raises `ValueError` if an accelerator does not answer.
     """
-    types = _of_accelerator() if accelerator() else half_dtypes("cpu")
-    return dataclasses.replace(types, fast=types.fast or NONE_IS_FAST)
+    speeds = _of_accelerator() if accelerator() else half_speeds("cpu")
+    return dataclasses.replace(speeds, fast=speeds.fast or NONE_IS_FAST)
 
 
-def _of_accelerator() -> HalfTypes:
-    """Timed in a child process: this process would hold memory of the device during the sweep."""
+def _of_accelerator() -> HalfSpeeds:
+    """Timed in a child process, so that the sweep's process holds no memory of the device."""
     command = [sys.executable, "-c", _ASK, PACKAGE_ROOT]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
@@ -39,4 +39,4 @@ def _of_accelerator() -> HalfTypes:
             f"The half dtypes could not be timed on the device ({accelerator()}): {reason}. Name "
             "those that you want with --dtypes, such as --dtypes bfloat16, and give --seeds."
         )
-    return HalfTypes(**json.loads(answer.stdout))
+    return HalfSpeeds(**json.loads(answer.stdout))

@@ -1,4 +1,4 @@
-"""What a reader of a sweep's results should know: of the script, and of how runs were timed."""
+"""Notes for readers of a sweep's results: about the script, and how runs were timed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.kinds import Kind
-from ampatch.sweep.measure.output_metrics import hint
+from ampatch.sweep.measure.output_metrics import metric_hint
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.plan import DTYPES
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.start_check import note as starts_note
-from ampatch.sweep.report.start_check import other_starts
+from ampatch.sweep.report.start_check import other_starts, start_note
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
@@ -34,9 +33,9 @@ def script_notes(
     runs: Sequence[Run],
     logs: Path,
 ) -> dict[str, str]:
-    """What the script does that a sweep has to tell, by what it is about; what matters first."""
+    """Notes on what the script does, by subject; the most important ones first."""
     notes = {
-        "starts": starts_note(script, other_starts(runs)),
+        "starts": start_note(script, other_starts(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
         "files": _files_note(runs),
@@ -49,10 +48,10 @@ def script_notes(
 
 
 def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
-    """What a script without `initialize` has, and what is lacking that the user did not name."""
+    """The kind of a script without `initialize`, and why it lacks levels if all were asked for."""
     asks_for_all = plan.kind.is_plain and options.levels is None and options.rows is None
-    said = f"{script} {plan.kind.in_words()}."
-    return f"{said} {plan.kind.needs}." if asks_for_all else said
+    note = f"{script} {plan.kind.description()}."
+    return f"{note} {plan.kind.needs}." if asks_for_all else note
 
 
 def other_notes(
@@ -63,8 +62,8 @@ def other_notes(
     is_complete: bool,
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
-    said = plan.left_out() if is_complete else plan.in_words()
-    planned = [plan.speeds_in_words(), said] if plan.has_budget else []
+    size = plan.omission_note() if is_complete else plan.size_note()
+    planned = [plan.half_speed_note(), size] if plan.has_budget else []
     copies = [_copies_note(runs)] if options.copies else []
     late = [_late_note(rows, plan.seeds)] if is_complete else []
     notes = [*planned, *_timing_notes(plan, runs), *filter(None, [*late, *copies])]
@@ -79,7 +78,7 @@ def other_notes(
 def tune_note(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, rows: Sequence[Row]
 ) -> str:
-    """What finds the part of the model that is the cause, where a level trains worse than O0."""
+    """The command `ampatch tune` for a level that trains worse than O0; "" for none."""
     base = next((row for row in rows if row.label == BASE.label), None)
     if options.rows is not None or plan.kind.is_plain or base is None or base.status != OK:
         return ""
@@ -104,7 +103,7 @@ def tune_note(
 
 
 def baseline_trouble(script: str, kind: Kind) -> str:
-    """Why there is nothing in FP32 to compare with."""
+    """Why O0 is no FP32 baseline; "" if it is one."""
     if not kind.half_weights:
         return ""
     return (
@@ -117,9 +116,9 @@ def baseline_trouble(script: str, kind: Kind) -> str:
 def _seed_note(
     script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
 ) -> str:
-    """A note if seeds have no effect, or if the script seems to set its own.
+    """A note if seeds have no effect, or if the script seems to set constant ones.
 
-    One run does not show whether a seed that is not the trial's is made of it; a second does.
+    Two runs show whether a seed of the script depends on the trial's; one run does not.
     """
     bases = [run for run in runs if run.case == BASE and not run.trial.short and run.measured]
     own = [run.measured.own_seed for run in bases if run.measured.own_seed]
@@ -131,7 +130,7 @@ def _seed_note(
         )
     is_passed_on = any("{seed}" in argument for argument in arguments)
     others = [run.trial.seed for run in bases if not run.measured.own_seed]
-    # A call that gives the trial's own seed is not noted: with seed 0 that of `random.seed(0)`.
+    # A call with the trial's own seed is not recorded, such as `random.seed(0)` with seed 0.
     is_same = bool(others) and all(f"({seed})" in own[0] for seed in others) if own else False
     is_constant = len(set(own)) == 1 and (len(own) > 1 or is_same or not is_passed_on)
     if options.override_seeds or not is_constant:
@@ -178,11 +177,11 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
 
 
 def _copies_note(runs: Sequence[Run]) -> str:
-    """Where trials write that run in copies of the folder."""
+    """Where the files of trials are that ran in copies of the folder."""
     links = ", ".join(name for run in runs for name in run.linked)
     linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
-    said = "Each trial ran in a copy of the current folder; what it wrote there stays in"
-    return f"{said} runs/*.copy.{linked}" if runs else ""
+    note = "Each trial ran in a copy of the current folder; what it wrote there stays in"
+    return f"{note} runs/*.copy.{linked}" if runs else ""
 
 
 def _files_note(runs: Sequence[Run]) -> str:
@@ -204,7 +203,7 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
     if not good or any(run.measured.metrics for run in good):
         return ""
     log = RunFiles.of(logs, good[0].trial).log
-    number = hint(log, log.stat().st_size) if log.exists() else None
+    number = metric_hint(log, log.stat().st_size) if log.exists() else None
     if number is None:
         return ""
     return (
@@ -231,11 +230,8 @@ def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
     timed = [run for run in runs if run.alone]
     notes = []
     if runs and not timed:
-        more = (
-            ""
-            if any(trial.short for trial in plan.trials)
-            else " --resume --rounds 3 adds runs that do."
-        )
+        has_short = any(trial.short for trial in plan.trials)
+        more = "" if has_short else " --resume --rounds 3 adds runs that do."
         notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
     elif len(timed) < len(runs):
         notes.append(

@@ -1,4 +1,4 @@
-"""Files of the user's folder: which of them a trial has written, and copies in which trials run."""
+"""The user's folder: which files a trial has written, and copies of it in which trials run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-MOST = 50_000  # files are looked at
+MOST = 50_000  # files that are listed
 LARGE = 2**30  # bytes, from which an entry of the folder is linked and not copied
 _OURS = ("ampatch-sweep", "ampatch-tune", "__pycache__")
 
 
-def listed(folders: Sequence[Path], without: Path) -> dict[str, int]:
-    """Times of change by file, as seen from here; hidden folders and `without` are left out."""
+def change_times(folders: Sequence[Path], without: Path) -> dict[str, int]:
+    """The modification time of each file in nanoseconds, without hidden folders and `without`."""
     own = {(stream.st_dev, stream.st_ino) for stream in map(os.fstat, _open_streams())}
     times = {}
     for path in _files(folders, without):
@@ -28,16 +28,16 @@ def listed(folders: Sequence[Path], without: Path) -> dict[str, int]:
     return times
 
 
-def changed(before: dict[str, int], now: dict[str, int]) -> list[str]:
-    """What is new or has another time; of a folder in the folder only its name."""
+def changed_names(before: dict[str, int], now: dict[str, int]) -> list[str]:
+    """The files that are new or have another time; for those in subfolders the top one's name."""
     names = sorted(name for name in now if before.get(name) != now[name])
     tops = (name.partition(os.sep)[::2] for name in names if not name.startswith(os.pardir))
     beside = (name for name in names if name.startswith(os.pardir))
     return list(dict.fromkeys([*(f"{top}/..." if rest else top for top, rest in tops), *beside]))
 
 
-def large(folder: Path, without: Path) -> list[str]:
-    """The entries of a folder that are linked in a copy: what is large, hidden, or a link."""
+def linked_entries(folder: Path, without: Path) -> list[str]:
+    """The entries of a folder that a copy links to: large ones, hidden folders, and links."""
     return sorted(
         path.name
         for path in folder.iterdir()
@@ -48,39 +48,39 @@ def large(folder: Path, without: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def copied(folder: Path, copy: Path, without: Path) -> Iterator[None]:
-    """A copy of a folder during the block; what was written there stays after it."""
-    links = large(folder, without)
+def copy_of(folder: Path, copy: Path, without: Path) -> Iterator[None]:
+    """A copy of a folder during the block; files written there stay after it."""
+    links = linked_entries(folder, without)
     for name in links:
         copy.mkdir(parents=True, exist_ok=True)
         (copy / name).symlink_to((folder / name).resolve())
 
-    def left_out(place: str, names: list[str]) -> list[str]:
-        ours = [name for name in names if name in _OURS or Path(place, name) == without]
-        return [*ours, *(links if Path(place) == folder else ())]
+    def ignored(parent: str, names: list[str]) -> list[str]:
+        ours = [name for name in names if name in _OURS or Path(parent, name) == without]
+        return [*ours, *(links if Path(parent) == folder else ())]
 
-    shutil.copytree(folder, copy, symlinks=True, ignore=left_out, dirs_exist_ok=True)
+    shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     before = {path: path.lstat().st_mtime_ns for path in copy.rglob("*") if not path.is_dir()}
     try:
         yield
     finally:
-        for place, _, _ in os.walk(copy, topdown=False):
-            for path in Path(place).iterdir():
+        for subfolder, _, _ in os.walk(copy, topdown=False):
+            for path in Path(subfolder).iterdir():
                 if path.is_symlink() or before.get(path) == path.lstat().st_mtime_ns:
                     path.unlink()
             with contextlib.suppress(OSError):  # something was written there
-                Path(place).rmdir()
+                Path(subfolder).rmdir()
 
 
 def _files(folders: Sequence[Path], without: Path) -> Iterator[str]:
     for folder in folders:
-        for place, inside, names in os.walk(folder):
-            inside[:] = [
+        for parent, subfolders, names in os.walk(folder):
+            subfolders[:] = [
                 name
-                for name in inside
-                if not name.startswith(".") and name not in _OURS and Path(place, name) != without
+                for name in subfolders
+                if not name.startswith(".") and name not in _OURS and Path(parent, name) != without
             ]
-            yield from (os.path.join(place, name) for name in names)
+            yield from (os.path.join(parent, name) for name in names)
 
 
 def _size(path: Path, without: Path) -> int:

@@ -25,36 +25,36 @@ class Progress:
         """The sweep has ended or was interrupted."""
 
     def started(self, number: int, count: int, trial: Trial, seconds: float | None = None) -> None:
-        """A trial starts, as the one with this `number` (from 1) of `count`; 0: it may change.
+        """A trial starts: `number` (from 1) of `count`, which is 0 if it may change.
 
-        It and those after it take about so many `seconds`, where that is known.
+        `seconds` is about how long this trial and those after it take; None: unknown.
         """
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
-        """A running trial has taken so many steps; `loss` is its latest, if known."""
+        """A running trial has taken this number of steps; `loss` is its latest, if known."""
 
     def ended(self, run: Run) -> None:
         """A trial that had started has ended."""
 
     def lost(self, trial: Trial, reason: str) -> None:
-        """A trial will have no run, since what ran it died again and again."""
+        """A trial will have no run, because its worker died in every attempt."""
 
     def said(self, text: str) -> None:
-        """Something that the user should know before the sweep has ended."""
+        """A note for the user while the sweep runs."""
 
 
 class Lines(Progress):
-    """A line for each run that has ended, and for what is said.
+    """Prints a line for each run that has ended, and for each note.
 
-    On a terminal there is one more below them, which moves: the run that has told last how far it
-    is, with the time left.  In a pipe or a file there is one for each run that starts.
+    On a terminal a last line is overwritten again and again: the latest progress of a run, with the
+    time left.  In a pipe or a file there is a line for each run that starts.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._moves = stream.isatty()
+        self._is_terminal = stream.isatty()
         self._names: dict[Trial, str] = {}
-        self._end: float | None = None  # the sweep's end, as far as it is known
+        self._end: float | None = None  # of the sweep, by `time.monotonic`
         self.shown: list[str] = []
 
     def __exit__(self, *exception: object) -> None:
@@ -66,11 +66,11 @@ class Lines(Progress):
         self._show(trial, "started")
 
     def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
-        if self._moves:
+        if self._is_terminal:
             self._show(trial, f"step {steps}" + ("" if loss is None else f", loss {loss:.4g}"))
 
     def ended(self, run: Run) -> None:
-        self._say(run.trial, outcome(run))
+        self._say(run.trial, run_line(run))
 
     def lost(self, trial: Trial, reason: str) -> None:
         self._say(trial, f"lost: {reason}")
@@ -84,18 +84,18 @@ class Lines(Progress):
             text += f", about {duration(max(0.0, self._end - time.monotonic()))} left"
         line = f"{self._names[trial]}: {text}"
         columns = shutil.get_terminal_size().columns
-        self._write(line[1 - columns :] if self._moves else f"{line}\n")
+        self._write(line[1 - columns :] if self._is_terminal else f"{line}\n")
 
     def _say(self, trial: Trial, text: str) -> None:
         self._write(f"{self._names.get(trial, trial.label)}: {text}\n")
 
     def _write(self, text: str) -> None:
-        """Write in the place of the line that moves."""
-        self._stream.write(f"\r\x1b[K{text}" if self._moves else text)
+        """Overwrite the last line."""
+        self._stream.write(f"\r\x1b[K{text}" if self._is_terminal else text)
         self._stream.flush()
 
 
-def outcome(run: Run) -> str:
+def run_line(run: Run) -> str:
     """How a run went, in one line and without details: `ok, 230 steps of 4.1 ms in 3.2 s`."""
     ms = step_ms(run.measured)
     each = f" of {ms:.2f} ms" if ms is not None else ""

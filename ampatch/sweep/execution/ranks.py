@@ -2,7 +2,7 @@
 
 Rank 0 records.  The other ranks run the script in the same environment; torchrun writes
 what they print to files, and when the trial fails these go to the end of its log.  Each
-rank leaves a word on how it ended, so that the run can say which rank failed first.
+rank writes how it ended to a file, so that the run can say which rank failed first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROOT_CAUSE = re.compile(
 
 
 def launcher(processes: int, folder: Path) -> list[str]:
-    """The module torchrun with its options, up to the name of the module that each rank runs."""
+    """The arguments of torchrun, up to the name of the module that each rank runs."""
     others = ",".join(f"{rank}:3" for rank in range(1, processes))  # 3: both streams to files
     return [
         "torch.distributed.run",
@@ -43,7 +43,7 @@ def launcher(processes: int, folder: Path) -> list[str]:
 def explained(measured: Measured | None, files: RunFiles) -> Measured:
     """What a failed trial measured, with the error of the rank that failed first.
 
-    Adds to the log what the ranks but the first have printed.
+    Appends the output of the other ranks to the log.
     """
     measured = measured or Measured()
     measured.error = _first_error(files) or measured.error
@@ -56,36 +56,27 @@ def explained(measured: Measured | None, files: RunFiles) -> Measured:
 
 
 def _first_error(files: RunFiles) -> str:
-    """How the rank ended that failed first; "" if none says so.
+    """The error of the rank that failed first; "" if no rank wrote one.
 
-    A rank that a signal has killed leaves no word, and the others then say that it does
-    not answer; torchrun reports it in the log as the root cause.
+    A rank that a signal killed writes none, and the others then report that it does not answer;
+    torchrun names it in the log as the root cause.
     """
     cause = _ROOT_CAUSE.search(files.log.read_text(encoding="utf-8", errors="replace"))
     if cause is not None and int(cause["code"]) != -signal.SIGTERM:
         name = signal.Signals(-int(cause["code"])).name
         return f"rank {cause['rank']}: killed by {name}"
-    words = []
+    errors = []
     for path in files.ranks.glob(f"*/attempt_*/*/{_ENDING}"):
-        word = read_json(path)
-        if word["error"]:
-            words.append((word["time"], f"rank {path.parent.name}: {word['error']}"))
-    return min(words)[1] if words else ""
+        ending = read_json(path)
+        if ending["error"]:
+            errors.append((ending["time"], f"rank {path.parent.name}: {ending['error']}"))
+    return min(errors)[1] if errors else ""
 
 
 # In a rank
 
 
-def this_rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def open_guard(pipe: int) -> int:
-    """The pipe `pipe` of the process that started this rank: torchrun passes no files on."""
-    return os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
-
-
-def leave_word(error: str) -> None:
-    """Leave how this rank ended beside the file that torchrun has for its error."""
+def record_ending(error: str) -> None:
+    """Write how this rank ended, beside the file that torchrun has for its error."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING)
     write_json(path, {"error": error, "time": time.time()})

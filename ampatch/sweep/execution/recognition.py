@@ -45,8 +45,8 @@ class Recognition:
         ampatch.observe(self)
         ampatch.observe(self._recorder)
         self._plain.start()
-        framework_patches.leave_precision_out(self._off.note)
-        framework_patches.wrap_backward(self._plain.inside)
+        framework_patches.leave_precision_out(self._off.record)
+        framework_patches.wrap_backward(self._plain.framework_backward)
 
     def on_initialize(self, properties: Any) -> None:
         if self._name in ("", AMPATCH):
@@ -72,7 +72,7 @@ class Recognition:
 
 
 def _running(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
-    """The first name of whose `modules` a function is running, or ""."""
+    """The first name in `modules` that has a function on the stack, or ""."""
     running = []
     while frame is not None:
         running.append(f"{frame.f_globals.get('__name__', '')}.")

@@ -1,4 +1,4 @@
-"""The parent's side: a process of its own for each trial, watched until it ends."""
+"""Runs each trial in a process of its own, and waits for its end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.sweep.execution import own_files, ranks
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
-from ampatch.sweep.execution.slot import Slot
-from ampatch.sweep.execution.warm import POLL, Forked, Warm
+from ampatch.sweep.execution.placement import Placement
+from ampatch.sweep.execution.warm import POLL, Forked, WarmStarts
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
@@ -35,7 +35,7 @@ GRACE = 10.0  # seconds for a child to write its record after SIGTERM
 
 
 @dataclass(frozen=True)
-class Reach:
+class TrialProgress:
     """How far a trial has come: optimizer steps, the latest loss, and the kind of its script."""
 
     steps: int
@@ -44,39 +44,41 @@ class Reach:
 
 
 class Cancelled(Exception):
-    """The trial was ended because nobody wants its result any more."""
+    """The trial was ended because its result is no longer needed."""
 
 
-class Watch:
-    """Handed to `Runner.run`: `reached(reach)` hears of progress; the events end the trial.
+class TrialControl:
+    """Passed to `Runner.run`: calls `report` with new progress, and can end the trial.
 
-    `cancelled` lets the script end by itself within a time of grace, `killed` does not; both
-    may be set from another thread.  Trials may be forked by `warm`.
+    The events `cancelled`, which gives the script `GRACE` seconds to end by itself, and `killed`,
+    which does not, may be set from another thread.  Trials may be forked by `warm`.
     """
 
-    def __init__(self, reached: Callable[[Reach], None], warm: Warm | None = None) -> None:
-        self._reached, self.warm = reached, warm
-        self._last: Reach | None = None
+    def __init__(
+        self, report: Callable[[TrialProgress], None], warm: WarmStarts | None = None
+    ) -> None:
+        self._report, self.warm = report, warm
+        self._last: TrialProgress | None = None
         self.cancelled, self.killed = threading.Event(), threading.Event()
 
     def check(self) -> None:
-        """Raise `Cancelled` if the trial was."""
+        """Raise `Cancelled` if the trial was cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
 
-    def look(self, progress: Path) -> None:
-        """Pass progress on, where there is any.  Raises `Cancelled` if the trial was."""
+    def report_progress(self, file: Path) -> None:
+        """Report what is new in the file.  Raises `Cancelled` if the trial was cancelled."""
         self.check()
-        data = read_json(progress)
-        reach = None if data is None else restored(Reach, data)
-        if reach not in (None, self._last):
-            self._last = reach
-            self._reached(reach)
+        data = read_json(file)
+        progress = None if data is None else restored(TrialProgress, data)
+        if progress not in (None, self._last):
+            self._last = progress
+            self._report(progress)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How to run the script; it can be pickled, as engines run it on other machines."""
+    """How to run the script; can be pickled, because engines run it on other machines."""
 
     program: Program
     arguments: Sequence[str]
@@ -90,11 +92,11 @@ class Runner:
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
     in_copy: bool = False  # each trial runs in a copy of the current folder
 
-    def run(self, trial: Trial, watch: Watch, slot: Slot) -> Run:
+    def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
         """Run the script in a process of its own, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
-        and also when this process is killed.  Raises `Cancelled` when `watch` says so.
+        and also when this process is killed.  Raises `Cancelled` if `control` was.
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
@@ -102,13 +104,14 @@ class Runner:
         is_first = trial == Trial(BASE)
         script = self.program.file().resolve().parent
         folders = [here] if script.is_relative_to(here) else [here, script]
-        before = own_files.listed(folders, ours) if is_first and not self.in_copy else {}
-        copy = own_files.copied(here, files.copy, ours) if self.in_copy else nullcontext()
-        with copy, files.own_directory(), self._child(trial, files, slot, watch) as child:
+        before = own_files.change_times(folders, ours) if is_first and not self.in_copy else {}
+        copy = own_files.copy_of(here, files.copy, ours) if self.in_copy else nullcontext()
+        with copy, files.own_directory(), self._child(trial, files, placement, control) as child:
             started, clock = time.monotonic(), time.time()
-            in_time = _watch(child, files, started, self.timeout, watch)
+            in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
-                _end(child, watch)
+                _end(child, control)
+        after = own_files.change_times(folders, ours) if before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
             measured = ranks.explained(measured, files)
@@ -119,16 +122,16 @@ class Runner:
             measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
-            alone=slot.alone,
-            imports=_imports(child, clock, measured) if watch.warm else 0.0,
+            alone=placement.alone,
+            imports=_imports(child, clock, measured) if control.warm else 0.0,
             host=socket.gethostname(),
-            devices=slot.devices,
-            wrote=own_files.changed(before, own_files.listed(folders, ours)) if before else [],
-            linked=own_files.large(here, ours) if is_first and self.in_copy else [],
+            devices=placement.devices,
+            wrote=own_files.changed_names(before, after),
+            linked=own_files.linked_entries(here, ours) if is_first and self.in_copy else [],
         )
         write_json(files.run, run.to_json())
-        if watch.warm is not None:
-            watch.warm.learn(read_json(files.imports))
+        if control.warm is not None:
+            control.warm.learn(read_json(files.imports))
         files.remove_unfinished()
         return run
 
@@ -142,28 +145,28 @@ class Runner:
 
     @contextmanager
     def _child(
-        self, trial: Trial, files: RunFiles, slot: Slot, watch: Watch
+        self, trial: Trial, files: RunFiles, placement: Placement, control: TrialControl
     ) -> Iterator[subprocess.Popen[bytes] | Forked]:
         """The running child; at the end of the block it and all it started are ended.
 
         The child has a session of its own, so that one signal reaches the processes it
         starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
         """
-        guard, held = os.pipe() if hasattr(os, "killpg") else (None, None)
-        order = {"runner": self, "trial": trial, "guard": guard, "imports": False}
-        environment = slot.apply(_environment(trial, files))
+        guard, write_end = os.pipe() if hasattr(os, "killpg") else (None, None)
+        request = {"runner": self, "trial": trial, "guard": guard, "imports": False}
+        environment = placement.apply(_environment(trial, files))
         child: subprocess.Popen[bytes] | Forked | None = None
         try:
             with files.log.open("wb") as log:
-                # Integrations of frameworks come in before the script imports these.
-                warm = watch.warm
+                # Integrations must be imported before their frameworks.
+                warm = control.warm
                 is_warm = warm is not None and guard is not None and not self.in_copy
                 if is_warm and self.kind.name != FRAMEWORK:
-                    order["imports"] = warm.is_to_learn
+                    request["imports"] = warm.needs_imports
                     ends = (log.fileno(), guard)
-                    child = warm.start(plain(order), environment, ends, watch.check)
+                    child = warm.start(plain(request), environment, ends, control.check)
                 child = child or subprocess.Popen(
-                    self._command(order, files),
+                    self._command(request, files),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -176,52 +179,52 @@ class Runner:
                 yield child
             finally:
                 if child.poll() is None:
-                    _end(child, watch)
+                    _end(child, control)
         finally:
-            for end in (guard, held):  # the child's guard process sees it, and ends the rest
+            for end in (guard, write_end):  # the child's guard process then kills what is left
                 if end is not None:
                     os.close(end)
 
     def script_arguments(self, trial: Trial) -> list[str]:
-        """What the script gets on its command line."""
+        """The script's arguments, with placeholders replaced."""
         directory = str(RunFiles.of(self.directory, trial).directory.resolve())
         return placeholders(self.arguments, trial.seed, self.steps, directory)
 
-    def _command(self, order: dict[str, Any], files: RunFiles) -> list[str]:
+    def _command(self, request: dict[str, Any], files: RunFiles) -> list[str]:
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
             launcher += ranks.launcher(self.processes, files.ranks)
-        return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(order))]
+        return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(request))]
 
 
 def _imports(child: object, clock: float, measured: Measured | None) -> float:
-    """How long a process that began at this time of day took to import torch; of a fork 0."""
+    """Seconds from `clock`, when the process began, until torch was imported; 0 for a fork."""
     began = measured.machine.get("began") if measured else None
     return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)
 
 
-def _watch(
+def _wait(
     child: subprocess.Popen[bytes] | Forked,
     files: RunFiles,
     started: float,
     timeout: float | None,
-    watch: Watch,
+    control: TrialControl,
 ) -> bool:
-    """Wait for the child and show its progress; False if it ran into the timeout."""
+    """Wait for the child and report its progress; False if it ran into the timeout."""
     while child.poll() is None:
         if timeout is not None and time.monotonic() - started > timeout:
             return False
         time.sleep(POLL)
-        watch.look(files.progress)
+        control.report_progress(files.progress)
     return True
 
 
-def _end(child: subprocess.Popen[bytes] | Forked, watch: Watch) -> None:
+def _end(child: subprocess.Popen[bytes] | Forked, control: TrialControl) -> None:
     """Ask the child to end, then end it with everything it started."""
     _signal(child, signal.SIGTERM)
     try:
-        end = time.monotonic() + GRACE  # if it ignores SIGTERM: it cannot ignore SIGKILL
-        while child.poll() is None and time.monotonic() < end and not watch.killed.is_set():
+        end = time.monotonic() + GRACE
+        while child.poll() is None and time.monotonic() < end and not control.killed.is_set():
             time.sleep(POLL)
     finally:
         _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))
@@ -244,10 +247,10 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**27),
 }
-"""Has glibc keep the memory that it has, unless the user has set these variables.
+"""Make glibc keep freed memory, unless the user has set these variables.
 
-By itself it returns large blocks to the system and asks for them again, in some processes twice as
-often as in others: the same step then takes 10 to 20 % longer, whatever its opt level.
+By default it returns large blocks to the system and asks for them again, in some processes twice as
+often as in others: the same step then takes 10 to 20 % longer, at any opt level.
 """
 
 
@@ -259,17 +262,9 @@ def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)
     environment[DIRECTORY_VARIABLE] = str(files.directory.resolve())
-    environment.setdefault("PYTHONHASHSEED", "0")  # one for all, as those that are forked have
-    path = python_path(environment)
-    if path is not None:
-        environment["PYTHONPATH"] = path
+    environment.setdefault("PYTHONHASHSEED", "0")  # forked trials share one, too
+    if PACKAGE_ROOT not in map(sysconfig.get_path, ("purelib", "platlib")):
+        # ampatch is not installed: the child lacks the path of this process.
+        paths = filter(None, [environment.get("PYTHONPATH"), PACKAGE_ROOT])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
     return {**environment, **trial.case.environment}
-
-
-def python_path(environment: Mapping[str, str]) -> str | None:
-    """The PYTHONPATH with which a new process finds ampatch."""
-    path = environment.get("PYTHONPATH")
-    if PACKAGE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return path
-    # Not installed: found through the path of this process, which the child does not have.
-    return os.pathsep.join(filter(None, [path, PACKAGE_ROOT]))

@@ -1,4 +1,4 @@
-"""The course of a sweep: what follows from each thing that happens to its trials."""
+"""Runs the trials of a sweep: handles each event of the engine, and plans anew."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.budget import is_due
+from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.directory import Directory, RunFiles
 from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.notes import kind_note
-from ampatch.sweep.execution.outcome import Outcome
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
@@ -30,61 +30,61 @@ class SweepError(AmpatchError):
     """A sweep cannot continue; its measurements are kept."""
 
 
-class Course:
-    """Starts the trials of a plan that have not begun, and takes up what they measured."""
+class Coordinator:
+    """Starts the remaining trials of a plan, and adds what they measured to `collected`."""
 
     def __init__(
-        self, program: Program, options: SweepOptions, plan: Plan, outcome: Outcome,
+        self, program: Program, options: SweepOptions, plan: Plan, collected: CollectedRuns,
         directory: Directory,
     ) -> None:  # fmt: skip
         self._program, self._options = program, options
-        self._plan, self._outcome, self._directory = plan, outcome, directory
+        self._plan, self._collected, self._directory = plan, collected, directory
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
         self._start, self._is_long = 0.0, False
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
-        """Take up the runs of an earlier part of the sweep."""
+        """Add the runs of an earlier part of the sweep."""
         for run in self._directory.finished(self._plan.possible, self._options.timeout):
-            if not self._reason_to_stop(run):  # what ended the sweep then may be mended now
+            if not self._reason_to_stop(run):  # what ended the sweep may be mended now
                 log, patterns = self._files(run).log, self._options.metrics
                 if run.measured and patterns and log.exists():
                     run.measured.metrics.update(read_metrics(log, patterns))
                 self._check_metrics(run)
-                self._outcome.runs.append(run)
+                self._collected.runs.append(run)
                 self._begun.add(run.trial)
-        self._plan.fit(self._outcome.runs)
+        self._plan.replan(self._collected.runs)
 
-    def run(self, runner: Runner, engine: Engine, shown: Progress) -> None:
-        """Run what is left.  Raises `SweepError` where the sweep should not go on."""
+    def run(self, runner: Runner, engine: Engine, display: Progress) -> None:
+        """Run the remaining trials.  Raises `SweepError` if the sweep should not go on."""
         self._start = time.monotonic()
-        for text in filter(None, (self._plan.speeds_in_words(), self._plan.in_words())):
-            shown.said(text)
+        for text in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
+            display.said(text)
         schedule = Schedule(
-            *self._by_turn(),
+            *self._queues(),
             runner_for=lambda trial: self._runner_for(trial, runner),
-            proven=bool(self._outcome.runs),
+            has_trained=bool(self._collected.runs),
         )
         for event in schedule.run(engine):
             if self._shows_kind(event):
-                schedule.plan(*self._by_turn())
+                schedule.set_queues(*self._queues())
                 if self._plan.kind.is_foreign:
-                    shown.said(kind_note(str(self._program), self._options, self._plan))
-            self._take(event, shown)
+                    display.said(kind_note(str(self._program), self._options, self._plan))
+            self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
-                schedule.plan(*self._by_turn())  # nothing else has been submitted, and waits
+                schedule.set_queues(*self._queues())  # nothing else has been submitted, and waits
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
 
-    def _by_turn(self) -> tuple[list[Trial], list[Trial]]:
-        base_has_run = any(run.case == BASE for run in self._outcome.runs)
-        return self._plan.by_turn(self._begun, base_has_run)
+    def _queues(self) -> tuple[list[Trial], list[Trial]]:
+        base_has_run = any(run.case == BASE for run in self._collected.runs)
+        return self._plan.queues(self._begun, base_has_run)
 
     def _runner_for(self, trial: Trial, runner: Runner) -> Runner | None:
-        """The runner of a trial that is about to start; None if it is not worth its time."""
-        runs = self._outcome.runs
+        """The runner of a trial that is about to start; None if the trial is not due."""
+        runs = self._collected.runs
         if not is_due(trial, runs, self._options.fail_fast):
             return None
         return dataclasses.replace(
@@ -92,9 +92,9 @@ class Course:
         )
 
     def _shows_kind(self, event: Event) -> bool:
-        """Whether the event shows the kind of the script, so that the plan was made anew."""
+        """Whether the event shows the kind of the script; then the plan was made anew."""
         if isinstance(event, Reached):
-            kind = event.reach.kind
+            kind = event.progress.kind
         elif isinstance(event, Ended):
             kind = (event.run.measured or Measured()).kind
         else:
@@ -104,56 +104,56 @@ class Course:
         except ValueError as error:
             raise SweepError(str(error).replace(SUBJECT, str(self._program), 1)) from None
         if is_new:
-            self._directory.keep(self._plan.settings())
-            self._outcome.write()  # the record names each trial before it starts
+            self._directory.add_settings(self._plan.settings())
+            self._collected.write()  # the record names each trial before it starts
         return is_new
 
-    def _take(self, event: Event, shown: Progress) -> None:
+    def _handle(self, event: Event, display: Progress) -> None:
         if isinstance(event, Started):
             self._begun.add(event.trial)
-            count = 0 if self._plan.has_budget else self._outcome.planned
+            count = 0 if self._plan.has_budget else self._collected.planned
             seconds = self._plan.seconds_left(self._begun - {event.trial})
-            shown.started(len(self._begun), count, event.trial, seconds)
+            display.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Reached):
-            self._say_if_long(shown)
-            shown.reached(event.trial, event.reach.steps, event.reach.loss)
+            self._say_if_long(display)
+            display.reached(event.trial, event.progress.steps, event.progress.loss)
         elif isinstance(event, Lost):
             self._lost.append(event)
-            shown.lost(event.trial, event.reason)
+            display.lost(event.trial, event.reason)
         elif isinstance(event, Ended):
-            self._ended(event.run, shown)
+            self._ended(event.run, display)
         else:
-            is_of_pattern = isinstance(event.error, ValueError)  # it matched what is no number
+            is_of_pattern = isinstance(event.error, ValueError)  # --metric matched no number
             raise SweepError(str(event.error)) if is_of_pattern else event.error
 
-    def _say_if_long(self, shown: Progress) -> None:
+    def _say_if_long(self, display: Progress) -> None:
         """Say once that the first run alone takes longer than the whole sweep may."""
-        is_first = not (self._outcome.runs or self._is_long)
+        is_first = not (self._collected.runs or self._is_long)
         if is_first and self._plan.is_over(time.monotonic() - self._start):
             self._is_long = True
-            shown.said(
+            display.said(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "
                 "--steps N ends each run after N steps."
             )
 
-    def _ended(self, run: Run, shown: Progress) -> None:
+    def _ended(self, run: Run, display: Progress) -> None:
         self._begun.add(run.trial)
         reason = self._reason_to_stop(run)
-        news = self._outcome.add(run)
-        shown.ended(run)
+        news = self._collected.add(run)
+        display.ended(run)
         if status(run) != OK and run.case not in self.shown_failures:
             self.shown_failures.add(run.case)
             if not reason:
                 news.append(failure(run, self._files(run).log))
-        is_last = len(self._outcome.runs) == len(self._plan.trials)
+        is_last = len(self._collected.runs) == len(self._plan.trials)
         for text in [*news, *([reason] if reason and is_last else [])]:
-            shown.said(text)
+            display.said(text)
         if reason and not is_last:
             raise SweepError(reason)
         self._check_metrics(run)
 
     def _check_metrics(self, run: Run) -> None:
-        """Raise `SweepError` for a metric that a good run lacks, before hours have passed."""
+        """Raise `SweepError` for a metric of the options that a good run lacks."""
         if run.trial.short or status(run) != OK:
             return
         reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
@@ -172,7 +172,7 @@ class Course:
                 )
 
     def _reason_to_stop(self, run: Run) -> str:
-        runs, log = self._outcome.runs, self._files(run).log
+        runs, log = self._collected.runs, self._files(run).log
         return reason_to_stop(str(self._program), runs, run, log)
 
     def _files(self, run: Run) -> RunFiles:

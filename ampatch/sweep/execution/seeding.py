@@ -1,10 +1,9 @@
 """Seeds in the child: those that the sweep sets, and those that the script sets itself.
 
 The sweep seeds torch, `random` and numpy before the script starts.  A script that seeds itself with
-a constant undoes that.  `OwnSeeds` notes the first such call, and on request replaces each seed by
-a number made of it and of the trial's seed: seeds that differ in the script (an epoch's, a rank's)
-still differ.
-Generators keep their seeds: fixed splits and made-up data come from them.
+a constant undoes that.  `OwnSeeds` records the first such call.  With --override-seeds it derives
+each seed from the script's and the trial's: seeds that differ in the script (by epoch, by rank)
+still differ.  Generators keep their seeds, because fixed splits and made-up data come from them.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import torch
 from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.own_lines import own_line
 
-_MOST = 64  # words
+_MOST_WORDS = 64
 _GLOBAL = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
     "numpy.random.seed": ("numpy.random",),
 }
-"""The functions that seed what is global, but for devices, and the modules that have them."""
+"""The functions that seed global generators, except those of devices, and their modules."""
 
 
 def seed_everything(seed: int) -> None:
@@ -42,22 +41,22 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def drawn() -> int | None:
-    """How many words of `random` imports have drawn since `seed_everything(0)`: `rich` draws one.
+def words_drawn() -> int | None:
+    """How many words imports have drawn from `random` since `seed_everything(0)`; `rich` draws one.
 
-    None where they are too many, or where another generator has moved.
+    None if they are more than `_MOST_WORDS`, or if another generator was used.
     """
     states = _states()
     seed_everything(0)
-    for count in range(_MOST):
+    for count in range(_MOST_WORDS):
         if _states() == states:
             return count
-        draw(1)
+        draw_words(1)
     return None
 
 
-def draw(words: int) -> None:
-    """Draw so many words of 32 bits, which nobody needs."""
+def draw_words(words: int) -> None:
+    """Draw this number of 32-bit words, and drop them."""
     random.getrandbits(32 * words)
 
 
@@ -68,9 +67,9 @@ def _states() -> list[str]:
 
 
 class OwnSeeds:
-    """What the script does about seeds in this process, from `watch` on.
+    """The seeds that the script sets in this process, from `watch` on.
 
-    `first_call` is the first that gives another seed than the trial's, as
+    `first_call` is the first call with another seed than the trial's, such as
     `torch.manual_seed(42) at train.py:8`.
     """
 
@@ -88,12 +87,12 @@ class OwnSeeds:
     def _seeding(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            seed = next(iter([*args, *kwargs.values()]), None)  # None: of the system's choice
+            seed = next(iter([*args, *kwargs.values()]), None)  # None: the system chooses
             if seed is None or self._is_inside or os.getpid() != self._process:
                 return original(*args, **kwargs)
-            self._is_inside = True  # what torch calls of its own is not the script's
+            self._is_inside = True  # calls inside are torch's, not the script's
             try:
-                seed = self._noted(name, seed)
+                seed = self._seed_to_set(name, seed)
                 if args:
                     return original(seed, *args[1:], **kwargs)
                 return original(**{**kwargs, next(iter(kwargs)): seed})
@@ -102,15 +101,15 @@ class OwnSeeds:
 
         return seeded
 
-    def _noted(self, name: str, seed: Any) -> Any:
-        """The seed to set, after that of the script has been noted."""
+    def _seed_to_set(self, name: str, seed: Any) -> Any:
+        """Record the script's seed; returns the seed to set."""
         if not self.first_call and repr(seed) != repr(self._seed):
             line = own_line(sys._getframe(1)) or "a library"
             self.first_call = f"{name}({repr(seed)[:40]}) at {line}"
         return self.of_trial(seed) if self._override else seed
 
     def of_trial(self, seed: Any) -> int:
-        """The seed of this trial in the place of `seed`, a number, an array or a text."""
+        """The seed derived from the trial's and `seed`, a number, an array or a text."""
         seed = seed.tolist() if hasattr(seed, "tolist") else seed
         digest = hashlib.sha256(f"{self._seed} {seed!r}".encode()).digest()
         return int.from_bytes(digest[:4], "big")  # numpy takes no more than 32 bits

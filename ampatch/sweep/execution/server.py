@@ -1,9 +1,9 @@
-"""The process that trials are forked from: `warm.py` starts it, and says what it imports.
+"""The process that trials are forked from: `warm.py` starts it, and names the imports.
 
     python -m ampatch.sweep.execution.server PIPE
 
-It imports, and does nothing else, so that a trial that is forked from it differs from one that
-starts cold by a full `sys.modules` alone.  `obstacle` says where that does not hold.
+It only imports, so a forked trial differs from one that starts cold in `sys.modules` alone.
+`obstacle` says when that does not hold.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def main(argv: Sequence[str]) -> int:
     pipe = Connection(int(argv[0]))
     before = dict(os.environ)
     seeding.seed_everything(0)
-    said = obstacle(**pipe.recv())
-    drawn = seeding.drawn()
-    pipe.send(said or "an import draws random numbers" * (drawn is None))
+    reason = obstacle(**pipe.recv())
+    drawn = seeding.words_drawn()
+    pipe.send(reason or "an import draws random numbers" * (drawn is None))
     set_by_imports = child.changes(before)
     while True:
         try:
-            order, environment = pipe.recv()
+            request, environment = pipe.recv()
         except EOFError:
-            os._exit(0)  # what libraries have for the end of a process is the trials'
+            os._exit(0)  # without exit handlers of libraries
         log, guard = recv_handle(pipe), recv_handle(pipe)
         if os.fork() == 0:
             break
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
     os.close(log)
     os.environ.clear()
     os.environ.update({**environment, **set_by_imports})
-    return child.run({**order, "guard": guard, "drawn": drawn})
+    return child.run({**request, "guard": guard, "drawn": drawn})
 
 
 def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Import these modules; returns why a process that is forked then is not as a cold one, or "".
+    """Import these modules; returns why a forked process would differ from a cold one, or "".
 
     `variables` are those that a cold run had set at its end.
     """
@@ -74,32 +74,32 @@ def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
         return f"{by_script[0]} is set in the script, and may be read at an import after that"
     new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
     homes = (getattr(value, "__module__", None) for values in new for value in values)
-    if apex.is_asked or any(str(home).startswith("ampatch.") for home in homes):
+    if apex.is_imported or any(str(home).startswith("ampatch.") for home in homes):
         return "a library imports ampatch or apex, which the trials change"
     return "" if _survives_fork() else "an import has touched a device, or started a thread"
 
 
 class _Apex:
-    """Finds no module, and notes who looks for apex: trials have one of ampatch."""
+    """Finds no module, and records whether apex is imported: trials have one of ampatch."""
 
-    is_asked = False
+    is_imported = False
 
     def find_spec(self, name: str, *_: Any) -> None:
-        self.is_asked |= name.partition(".")[0] == "apex"
+        self.is_imported |= name.partition(".")[0] == "apex"
 
 
 def _import(name: str) -> None:
-    """Import a module; of one that raises nothing stays."""
+    """Import a module; if it raises, remove what it has imported."""
     known = set(sys.modules)
     try:
         importlib.import_module(name)
     except (Exception, SystemExit):
-        for left in sys.modules.keys() - known:
-            del sys.modules[left]
+        for imported in sys.modules.keys() - known:
+            del sys.modules[imported]
 
 
 def _survives_fork() -> bool:
-    """Whether a copy of this process has all of it: no thread, and devices that it can use."""
+    """Whether a fork of this process is complete: it has no other thread, and can use devices."""
     pid = os.fork()
     if pid == 0:
         os._exit(is_lost_by_fork())

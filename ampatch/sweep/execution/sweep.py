@@ -1,4 +1,4 @@
-"""A sweep, as the command and Python programs have it: made of options, run, asked for results."""
+"""`Sweep`: made from options, run, and asked for results."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from ampatch._version import __version__
 from ampatch.launch.program import Program
 from ampatch.sweep.execution import engines
+from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
-from ampatch.sweep.execution.outcome import Outcome
+from ampatch.sweep.execution.placement import device_groups
 from ampatch.sweep.execution.planning import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.running import Course, SweepError
-from ampatch.sweep.execution.slot import device_groups
+from ampatch.sweep.execution.running import Coordinator, SweepError
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.record import Run
-from ampatch.sweep.options import SweepOptions, going_on
+from ampatch.sweep.options import SweepOptions, resumed_options
 from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Results, Row
@@ -58,9 +58,11 @@ class Sweep:
         if asked.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
         self.arguments = list(map(str, arguments))
-        self._kept, recorded = "", asked.given(options)
+        self._resume_note, recorded = "", asked.to_record(options)
         if earlier is not None:
-            self._kept, recorded, options = going_on(earlier, options, recorded, self.arguments)
+            self._resume_note, recorded, options = resumed_options(
+                earlier, options, recorded, self.arguments
+            )
             self.arguments = self.arguments or earlier.arguments
             asked = SweepOptions(**options)
         self._options = asked
@@ -68,15 +70,17 @@ class Sweep:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         if asked.devices:
             device_groups(asked.devices, asked.nproc_per_node or 1)
-        Margin.of(asked.margin)  # what is wrong with it is said before the folder is made
+        Margin.of(asked.margin)  # raises before the folder is made
         self._plan = Plan(asked, earlier)
         self._directory = Directory(path, self._settings(), asked)
         directory, plan = self._directory, self._plan
-        self._outcome = Outcome(self._program, self.arguments, asked, recorded, plan, directory)
-        self._course = Course(self._program, asked, plan, self._outcome, directory)
+        self._collected = CollectedRuns(
+            self._program, self.arguments, asked, recorded, plan, directory
+        )
+        self._coordinator = Coordinator(self._program, asked, plan, self._collected, directory)
         try:
-            self._course.resume()
-            self._outcome.write()
+            self._coordinator.resume()
+            self._collected.write()
             self._directory.runs.mkdir(exist_ok=True)
         except SweepError as error:
             self.close()
@@ -89,7 +93,7 @@ class Sweep:
 
     @property
     def kind(self) -> Kind:
-        """What the script is, as far as its runs have shown it."""
+        """The kind of the script, as far as its runs have shown it."""
         return self._plan.kind
 
     @property
@@ -99,23 +103,23 @@ class Sweep:
 
     @property
     def trials(self) -> list[Trial]:
-        """What is run for them, in its order."""
+        """The trials, in order."""
         return self._plan.trials
 
     @property
     def runs(self) -> list[Run]:
         """The runs that have ended."""
-        return self._outcome.runs
+        return self._collected.runs
 
     @property
-    def told(self) -> set[Case]:
+    def shown_failures(self) -> set[Case]:
         """The rows of which a failure was shown with its last lines."""
-        return self._course.shown_failures
+        return self._coordinator.shown_failures
 
     @property
     def results(self) -> Results:
         """All results so far."""
-        return self._outcome.results()
+        return self._collected.results()
 
     @property
     def rows(self) -> list[Row]:
@@ -145,11 +149,11 @@ class Sweep:
             in_copy=self._options.copies,
         )
         try:
-            shown, engine = progress or Progress(), engines.make(self._options)
-            with shown, engine:
-                if self._kept:
-                    shown.said(self._kept)
-                self._course.run(runner, engine, shown)
+            display, engine = progress or Progress(), engines.make(self._options)
+            with display, engine:
+                if self._resume_note:
+                    display.said(self._resume_note)
+                self._coordinator.run(runner, engine, display)
         except EngineError as error:
             raise SweepError(str(error)) from None
         finally:

@@ -1,7 +1,7 @@
-"""Trials that start warm: a process of the sweep has the imports, and forks one after the other.
+"""Trials that start warm: a server process has the imports, and forks one trial after the other.
 
-What a cold run had imported is learned; `server.py` imports it, once, before the next trial.  It
-may find that a fork would not be as a cold start is: then trials go on to start cold.
+The first cold run lists its imports, and the server (`server.py`) imports them before the next
+trial.  If it finds that a fork would differ from a cold start, all trials start cold.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ IS_POSSIBLE = sys.platform == "linux"  # elsewhere libraries of the system do no
 POLL = 0.1  # seconds
 
 
-class Warm:
+class WarmStarts:
     """The server of one sweep, whose trials run one at a time."""
 
     def __init__(self) -> None:
-        self._learned: dict[str, Any] | None = None
+        self._imports: dict[str, Any] | None = None
         self._server: Any = None
         self._pipe: Any = None
 
     @property
-    def is_to_learn(self) -> bool:
-        """Whether a cold run is to say what it has imported."""
-        return IS_POSSIBLE and self._learned is None
+    def needs_imports(self) -> bool:
+        """Whether a cold run is to list its imports."""
+        return IS_POSSIBLE and self._imports is None
 
     def learn(self, imports: dict[str, Any] | None) -> None:
-        """Take what a cold run has imported, and the variables that it has set."""
-        self._learned = self._learned or imports
+        """Take the imports of a cold run, and the variables that it has set."""
+        self._imports = self._imports or imports
 
     def start(
         self,
-        order: dict[str, Any],
+        request: dict[str, Any],
         environment: Mapping[str, str],
         files: Sequence[int],
         wait: Callable[[], None],
     ) -> Forked | None:
-        """A forked trial; None: it is to start cold.
+        """A forked trial; None: it has to start cold.
 
-        `files` are its log and its guard.  `wait` is called again and again during the imports.
+        `files` are its log and its guard.  `wait` is called repeatedly during the imports.
         """
-        if self._learned is None:
+        if self._imports is None:
             return None
         try:
             if self._server is None:
-                self._begin(environment, wait)
+                self._start_server(environment, wait)
             if self._pipe is None:
                 return None
-            self._pipe.send((order, environment))
+            self._pipe.send((request, environment))
             for file in files:
                 send_handle(self._pipe, file, self._server.pid)
             return Forked(self._pipe)
@@ -68,7 +68,7 @@ class Warm:
             self._server.kill()
             self._server.wait()
 
-    def _begin(self, environment: Mapping[str, str], wait: Callable[[], None]) -> None:
+    def _start_server(self, environment: Mapping[str, str], wait: Callable[[], None]) -> None:
         ours, theirs = Pipe()
         with theirs:
             self._server = subprocess.Popen(
@@ -80,14 +80,14 @@ class Warm:
                 start_new_session=True,  # Ctrl-C reaches the sweep alone
                 pass_fds=[theirs.fileno()],
             )
-        ours.send(self._learned)
+        ours.send(self._imports)
         while not ours.poll(POLL):
             wait()
         self._pipe = ours if ours.recv() == "" else None
 
 
 class Forked:
-    """A forked trial, as `subprocess.Popen` is one that starts cold."""
+    """A forked trial, with the methods of `subprocess.Popen` that a `Runner` uses."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -103,7 +103,7 @@ class Forked:
         if self.returncode is None:
             try:
                 self.returncode = int(self._pipe.recv())
-            except (EOFError, OSError):  # nobody waits for the trial any more
+            except (EOFError, OSError):  # the server is gone
                 self.returncode = -signal.SIGKILL
                 self.send_signal(signal.SIGKILL)
         return self.returncode

@@ -21,12 +21,7 @@ from ampatch.sweep.measure.record import Run
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SECONDS = 20  # for one call of git
-_OTHERS = (
-    "GIT_DIR",
-    "GIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_PREFIX",
-)  # may name another repository
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 
 def versions() -> dict[str, str]:
@@ -49,20 +44,15 @@ def state_of_the_machine() -> dict[str, Any]:
         "native": native.status().active,
         **load("load_at_start"),
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),  # that this process may run on
     }
 
 
 def load(name: str) -> dict[str, float]:
     """The load average over a minute under this name; empty where there is none (Windows)."""
     return {name: round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-
-
-def usable_cores() -> int | None:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _cpu() -> str:
@@ -75,26 +65,26 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def begun(script: Path) -> dict[str, str]:
-    """What is known of a sweep of `script` before its first run."""
+def provenance(script: Path) -> dict[str, str]:
+    """The command of this process and the commit of the script."""
     return {"command": command_line(sys.orig_argv), "git": repository(script)}
 
 
-def resumed(script: Path, earlier: dict[str, str]) -> dict[str, str]:
-    """The same of a sweep that goes on; what differs now stands beside it."""
-    now = {name: value for name, value in begun(script).items() if earlier.get(name) != value}
+def resumed_provenance(script: Path, earlier: dict[str, str]) -> dict[str, str]:
+    """The `provenance` of a resumed sweep; what differs now is added under another name."""
+    now = {name: value for name, value in provenance(script).items() if earlier.get(name) != value}
     return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}
 
 
 def devices(runs: Iterable[Run]) -> dict[str, str]:
-    """What the runs ran on; empty before the first."""
+    """The devices of the runs; empty before the first."""
     names = dict.fromkeys(run.measured.device for run in runs if run.measured)
     named = ", ".join(filter(None, names))
     return {"device": named} if named else {}
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command as it can be typed again, without the folders of programs."""
+    """The command to type again, without the folders of programs."""
     program, *rest = words
     if rest and Path(rest[0]).name == "ampatch":  # an installed command: python path/ampatch
         program, *rest = rest
@@ -114,7 +104,7 @@ def repository(script: Path) -> str:
 
 def _git(folder: Path, *words: str) -> str | None:
     """What git prints; None if it fails or is missing."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],

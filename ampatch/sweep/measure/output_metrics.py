@@ -22,12 +22,11 @@ _SENTENCE = re.compile(r"\b([A-Za-z]+)( [^\n:=|,;{}]{1,60}[:=] *)\d+\.?\d*")
 
 
 def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
-    r"""For each pattern with a match, by name: every number its group matched.
+    r"""For each pattern with a match, by name: all numbers that its group matched.
 
-    The group `([\d.]+)` matches 2.5 in 2.5e-05: the exponent is added to the number.  `(\S+)`
-    matches what stands at a number, too, as in `77.5%`: that is left out.
-    `^` and `$` match at the begin and end of each line.  Raises `ValueError` for a match that is
-    not a number.
+    The group `([\d.]+)` matches 2.5 in 2.5e-05; the exponent is added.  `(\S+)` also matches
+    characters around a number, as in `77.5%`; they are removed.  `^` and `$` match at the begin and
+    end of each line.  Raises `ValueError` for a match that is not a number.
     """
     text = log.read_bytes().decode("utf-8", "replace")
     numbers = {
@@ -38,12 +37,12 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
 
 
 @functools.cache
-def hint(log: Path, size: int) -> tuple[str, str] | None:
+def metric_hint(log: Path, size: int) -> tuple[str, str] | None:
     r"""A number in the output that looks like a metric, and the `--metric` that reads it.
 
-    `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None where there is none.  A name that is
-    better when higher looks so, any that speaks of validation but a time or a count, and no loss of
-    training; also the first word of a sentence.  `size` is that of the file now.
+    For example `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None if there is none.  Metrics
+    have a name that is better when higher, also as the first word of a sentence, or a name with a
+    word for validation that is no time and no count.  `size` is that of the file now.
     """
     text = log.read_bytes().decode("utf-8", "replace")
     forms = ((_NAMED, _is_score), (_SENTENCE, _begins_with_score), (_NAMED, _is_of_validation))
@@ -51,9 +50,9 @@ def hint(log: Path, size: int) -> tuple[str, str] | None:
         for match in form.finditer(text):
             name, between = match.groups()
             if is_wanted(name, match[0]):
-                said = re.escape(re.sub("[\"']", ".", name + between)).replace("\\ ", " ")
-                said = said.replace("\\.", ".")
-                return match[0], rf"{'_'.join(name.split())}={said}([\d.]+)"
+                prefix = re.escape(re.sub("[\"']", ".", name + between)).replace("\\ ", " ")
+                prefix = prefix.replace("\\.", ".")
+                return match[0], rf"{'_'.join(name.split())}={prefix}([\d.]+)"
     return None
 
 

@@ -24,8 +24,8 @@ class Readings:
     """Numbers in the order they came."""
 
     def __init__(self) -> None:
-        self._read: list[float] = []
-        self._waiting: list[torch.Tensor] = []
+        self._values: list[float] = []
+        self._on_device: list[torch.Tensor] = []
 
     def add(self, value: Any) -> None:
         """Take a number or a tensor; of more than one element, the mean."""
@@ -33,26 +33,26 @@ class Readings:
             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
             if not value.is_cpu:
                 # A clone, because the script may change the tensor in place.
-                self._waiting.append(value.clone())
-                if len(self._waiting) >= BATCH:
-                    self.all()
+                self._on_device.append(value.clone())
+                if len(self._on_device) >= BATCH:
+                    self.read()
                 return
-        self.all().append(float(value))
+        self.read().append(float(value))
 
-    def all(self) -> list[float]:
-        self._read += [float(value) for value in self._waiting]
-        self._waiting.clear()
-        return self._read
+    def read(self) -> list[float]:
+        self._values += [float(value) for value in self._on_device]
+        self._on_device.clear()
+        return self._values
 
     @property
     def latest(self) -> float | None:
         """The last number, if it can be had without waiting for a device."""
-        return self._read[-1] if self._read and not self._waiting else None
+        return self._values[-1] if self._values and not self._on_device else None
 
 
 @dataclass
 class Track:
-    """Readings, how many optimizer steps had been taken before each, and when it was."""
+    """Readings, with the number of optimizer steps before each and its time."""
 
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Track:
         self.readings.add(value)
 
     def series(self, since: float = 0.0) -> Series:
-        """All readings; `seconds` count from `since`, a time of `time.monotonic`."""
+        """All readings, with `seconds` since `since`, a time of `time.monotonic`."""
         seconds = [moment - since for moment in self.seconds]
-        return Series(list(self.steps), list(self.readings.all()), seconds)
+        return Series(list(self.steps), list(self.readings.read()), seconds)
 
     def changes(self, since: float = 0.0) -> Series:
         """Only where the value differs from the one before."""
@@ -82,13 +82,12 @@ class Track:
 
 
 def peak_memory() -> tuple[int | None, str]:
-    """The most memory this process ever held, and of which kind.
+    """The peak memory of this process in bytes, and its kind.
 
-    On an accelerator what PyTorch allocated on all devices together.  On CPU, and where
-    PyTorch keeps no such figure, the resident set: read from /proc where there is one, because
-    `ru_maxrss` of a child starts at the peak of the process that started it.  There the pages of
-    files, such as the code of libraries, are left out: a process that is forked counts those that
-    it has used itself, another all that imports have read.
+    On an accelerator what PyTorch allocated on all devices together.  On a CPU, and where PyTorch
+    has no such figure, the resident set: from /proc if it exists, because `ru_maxrss` of a child
+    starts at the peak of its parent.  There the pages of files (code of libraries) do not count,
+    because a forked process has fewer of them.
     """
     on_devices = device_figures.peak_memory()
     if on_devices is not None:

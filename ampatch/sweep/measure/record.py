@@ -1,8 +1,8 @@
 """What one trial measured, and its JSON file: `DIR/runs/LABEL.seedS.repeatR.json`.
 
-The child writes `Measured`: raw series without averages, so that an old sweep can answer new
-questions.  `Run` is the parent's record: which trial it was, how it ended, and what was measured
-until then.  `report/summary.py` computes the figures of the table from these.
+The child writes `Measured`: raw series without averages, so that later versions can compute other
+figures.  `Run` is the parent's record: the trial, how it ended, and what was measured.
+`report/summary.py` computes the figures of the table.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run | None:
-    """The run in a file; None where there is none, and, with a warning, for one that is damaged.
+    """The run in a file; None if there is none or, with a warning, if it is damaged.
 
     Raises `ValueError` for a run in another version's format.
     """

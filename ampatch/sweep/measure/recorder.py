@@ -49,7 +49,7 @@ class Recorder:
         self._scales: dict[str, Track] = defaultdict(Track)
         self._loss_scale: float | None = None
         self._device: torch.device | None = None
-        self._in_use: Any = None  # the last optimizer: while it is referenced, its session stays
+        self._last_optimizer: Any = None  # this reference keeps its session open
         self._stopped_at: int | None = None
 
     def on_initialize(self, properties: Any) -> None:
@@ -68,21 +68,23 @@ class Recorder:
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         self.notices += 1
-        self._in_use = optimizer
-        device = self._device = _device_of(optimizer)
+        self._last_optimizer = optimizer
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        device = next((param.device for param in params), torch.device("cpu"))
+        self._device = device
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
         if is_owned_by_host(device):  # reading it elsewhere waits for the device
-            self._loss_scale = self._present_scale()
+            self._loss_scale = self._current_scale()
         self._show_progress()
-        # None again where the script goes on, because it catches every exception.
+        # None again if the script goes on because it catches every exception.
         self._stopped_at = self._steps if steps == self._steps else None
         if self._stopped_at is not None:
             raise EnoughSteps
 
     def on_metrics(self, values: dict[str, float]) -> None:
-        """Metrics mean that the script has just evaluated: a pause in its training."""
+        """Record metrics; the script has just evaluated, which is a pause in its training."""
         self.notices += 1
         self._pauses += bool(values)
         for name, value in values.items():
@@ -98,12 +100,12 @@ class Recorder:
         return Measured(
             opt_level=name,
             properties={key: str(value) for key, value in properties.items()},
-            skipped=[bool(value) for value in self._skipped.all()],
+            skipped=[bool(value) for value in self._skipped.read()],
             **self._times.of_main_optimizer(),
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
-            loss_scale=self._loss_scale if (scale := self._present_scale()) is None else scale,
+            loss_scale=self._loss_scale if (scale := self._current_scale()) is None else scale,
             device=self._device and name_of(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
@@ -111,7 +113,7 @@ class Recorder:
             machine={**self._machine, **load("load_at_end")},
         )
 
-    def _present_scale(self) -> float | None:
+    def _current_scale(self) -> float | None:
         try:
             return ampatch.loss_scale()
         except AmpatchError:  # no session is open
@@ -123,10 +125,3 @@ class Recorder:
             self._reported = now
             losses = next(iter(self._losses.values()), None)
             self._report(self._count, losses.readings.latest if losses else None)
-
-
-def _device_of(optimizer: Any) -> torch.device:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            return parameter.device
-    return torch.device("cpu")

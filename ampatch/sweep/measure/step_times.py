@@ -1,4 +1,4 @@
-"""How long steps take: from the end of an optimizer step to the end of the next.
+"""Step times: from the end of an optimizer step to the end of the next.
 
 On an accelerator the ends are events in the stream, because the host runs ahead of the device.
 """
@@ -19,7 +19,7 @@ from ampatch.torch_private.devices import is_owned_by_host
 
 
 class _StepEnd(NamedTuple):
-    """The end of a step: of which optimizer, and what was counted until then."""
+    """The end of a step: its optimizer's id, and the counts at that moment."""
 
     optimizer: int
     cpu_seconds: float  # all threads of the process together
@@ -30,7 +30,7 @@ class StepTimes:
     """Takes the ends of steps, of any optimizers."""
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None  # whose moments these are
+        self._device: torch.device | None = None  # of the first step
         self._unread_moments: list[Any] = []
         self._seconds = array("d")  # from each end to the next
         self._ends: list[_StepEnd] = []
@@ -45,7 +45,7 @@ class StepTimes:
             self._device = device
         self._unread_moments.append(moment(self._device))
         if len(self._unread_moments) > 2 * BATCH:
-            self._read(BATCH)  # long past, so a device is not waited for
+            self._read(BATCH)  # long past: the device need not be waited for
         self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
         self._steps[optimizer] += 1
         return self._steps[optimizer]

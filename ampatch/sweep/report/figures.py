@@ -44,9 +44,9 @@ def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """Median and quartiles, of three values the least and the greatest; None of no values.
+    """Median and quartiles; of three values or fewer the least and the greatest; None of no values.
 
-    The quartiles are those of what the values were drawn from, and not beyond any of them.
+    The quartiles are estimates for the distribution, limited to the range of the values.
     """
     if not values:
         return None
@@ -59,8 +59,8 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 def _timed(seconds: Sequence[float | None]) -> list[float]:
     """The steps that count: after the warm-up and not after a pause."""
-    there = [value for value in seconds if value is not None]
-    return there[min(WARM_UP, len(there) // 4) :]
+    timed = [value for value in seconds if value is not None]
+    return timed[min(WARM_UP, len(timed) // 4) :]
 
 
 def step_ms(measured: Measured | None, first: int | None = None) -> float | None:
@@ -72,7 +72,7 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
 def first_and_last(
     measured: Measured | None, first: int | None = None
 ) -> tuple[float | None, float | None]:
-    """The loss at the start and at the end; that at the start as the mean of the `first` ones."""
+    """The loss at the start, by default of a twentieth or of the `first` losses; and at the end."""
     losses = main_losses(measured).values
     if not losses:
         return None, None
@@ -121,7 +121,7 @@ def brief(status: str) -> str:
 
 
 def divergence(measured: Measured) -> str:
-    """The step and the loss at which a run diverged, as text; "" if it did not."""
+    """The step and the loss at which a run diverged, as text; "" if it did not diverge."""
     for losses in measured.losses.values():
         harmful = _taken(measured, losses) + _trailing(losses)
         if harmful:

@@ -1,7 +1,7 @@
 """The verdicts: does a row reach O0's accuracy?
 
 Each quantity of a row is compared by the test of `paired.py`, and the verdict is about one of them.
-"Within seed noise": the test found no difference; the interval says how large one may still be.
+"Within seed noise": the test found no difference; the interval shows how large one may still be.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pandas import DataFrame, Series
 from ampatch.sweep.report import margin, numbers, pace
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
-from ampatch.sweep.report.paired import holm, paired, smallest_seen
+from ampatch.sweep.report.paired import holm, paired, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
 
 Samples = dict[tuple[str, str], DataFrame]
 """By row and quantity: for each seed, the index, one value and how many steps it took."""
 ONE_SEED, SAME_SEEDS = "one seed", "O0 is the same with each seed"  # why there is no test
-UNEVEN = 1.02  # times as many steps: losses after them are not those of one training
+UNEVEN = 1.02  # times as many steps: then last losses are not compared
 
 
 def compare(
@@ -34,10 +34,9 @@ def compare(
     seeds_matter: bool = True,
     matters: Margin = ONE_PERCENT,
 ) -> list[Comparison]:
-    """Comparisons of each quantity that a row and O0 have with some seed, the judged one first.
+    """Comparisons of each quantity that a row and O0 have for a common seed, the judged one first.
 
-    `matters` is the smallest difference that does.  They have no outcome until `corrected` has
-    seen those of all rows.
+    `matters` is the margin.  Tested ones have no outcome until `corrected` gets those of all rows.
     """
     pairs = {
         name: sample.merge(samples[BASE.label, name], on="seed", suffixes=("", "_of_base"))
@@ -52,7 +51,7 @@ def compare(
         for name, way in directions(names, better).items()
     ]
     return [
-        dataclasses.replace(quantity, matters=matters.beside(quantity.base_mean, number == 0))
+        dataclasses.replace(quantity, matters=matters.in_units_of(quantity.base_mean, number == 0))
         for number, quantity in enumerate(compared)
     ]
 
@@ -63,7 +62,7 @@ def directions(names: Iterable[str], asked: Mapping[str, str]) -> dict[str, str 
 
 
 def corrected(compared: Sequence[Sequence[Comparison]]) -> list[list[Comparison]]:
-    """The comparisons of all rows, with each quantity's p corrected over the rows, and outcomes."""
+    """The comparisons with outcomes, and with each quantity's p corrected over the rows."""
     tested = DataFrame(
         [(id(quantity), quantity.name, quantity.p) for quantity in itertools.chain(*compared)],
         columns=["id", "name", "p"],
@@ -80,8 +79,8 @@ def judged_row(row: Row, compared: Sequence[Comparison]) -> Row:
     """The row with its comparisons, its outcome, and its verdict in words."""
     outcome = compared[0].outcome if compared and row.outcome == "untested" else row.outcome
     row = dataclasses.replace(row, comparisons=list(compared), outcome=outcome)
-    said = (pace.in_words(row), _quality(row))
-    ordered = said[::-1] if row.outcome == "baseline" else said
+    texts = (pace.speed_text(row), _quality(row))
+    ordered = texts[::-1] if row.outcome == "baseline" else texts
     return dataclasses.replace(row, verdict="; ".join(filter(None, ordered)))
 
 
@@ -95,8 +94,8 @@ def _compared(name: str, pair: DataFrame, better: str | None, seeds_matter: bool
     )  # fmt: skip
     untested = _reason_against_a_test(name, pair, seeds_matter)
     if untested:
-        lost = all(map(math.isfinite, theirs)) and not all(map(math.isfinite, ours))
-        outcome = "worse" if lost else "untested"
+        diverged = all(map(math.isfinite, theirs)) and not all(map(math.isfinite, ours))
+        outcome = "worse" if diverged else "untested"
         return dataclasses.replace(plain, untested=untested, outcome=outcome)
     test = paired(ours, theirs)
     return dataclasses.replace(
@@ -118,8 +117,8 @@ def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> st
 
 
 def _judged(quantity: Comparison, p: float, rows: int) -> Comparison:
-    """A comparison with its corrected p, what it would have seen, and its outcome."""
-    smallest = smallest_seen(quantity.scatter, quantity.n, rows) if quantity.scatter else None
+    """A comparison with its corrected p, its outcome, and the smallest detectable difference."""
+    smallest = smallest_detectable(quantity.scatter, quantity.n, rows) if quantity.scatter else None
     outcome = margin.outcome(quantity, p)
     return dataclasses.replace(quantity, corrected_p=float(p), smallest=smallest, outcome=outcome)
 
@@ -153,7 +152,7 @@ _OUTCOMES = {
 
 
 def quality_text(quantity: Comparison) -> str:
-    """How a quantity compares with that of O0, in words."""
+    """How a quantity compares with O0's, as text."""
     against = f"{quantity.title} {quantity.mean:.4g} against {quantity.base_mean:.4g}"
     if quantity.p is None:
         return f"{against}, not tested ({quantity.untested})"

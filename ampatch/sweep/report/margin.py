@@ -1,8 +1,8 @@
 """What difference from O0 matters, and the one rule for "worse" of `ampatch sweep` and `tune`.
 
-A quantity is worse where a test shows it (`paired.py`) and its 95 % interval reaches beyond the
-margin.  Where the interval ends within the margin, the quantity is worse by less than matters at
-most, whatever the p: more seeds make a p smaller, and never a difference larger.
+A quantity is worse if a test shows it (`paired.py`) and its 95 % interval reaches beyond the
+margin.  If the interval ends within the margin, it is worse by less than matters, whatever the p:
+with more seeds the p of any difference becomes small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOSS = "last loss"
 
 @dataclass(frozen=True)
 class Margin:
-    """The smallest difference that matters: a number, or with `is_share` a part of O0's value."""
+    """The smallest difference that matters: a number or, with `is_share`, a share of O0's value."""
 
     value: float = 0.01
     is_share: bool = True
@@ -41,22 +41,22 @@ class Margin:
             )
         return cls(value / 100 if is_share else value, is_share)
 
-    def beside(self, base_mean: float, is_judged: bool = True) -> float:
+    def in_units_of(self, base_mean: float, is_judged: bool = True) -> float:
         """The margin in units of a quantity with this mean at O0.
 
-        A number is in units of what is judged; of anything else 1 % of O0's value matters then.
+        A number is in units of the judged quantity; for others it is then 1 % of O0's value.
         """
         if self.is_share:
             return self.value * abs(base_mean)
-        return self.value if is_judged else ONE_PERCENT.beside(base_mean)
+        return self.value if is_judged else ONE_PERCENT.in_units_of(base_mean)
 
 
 ONE_PERCENT = Margin()
 
 
 def outcome(quantity: Comparison, p: float) -> str:
-    """How a tested quantity stands with this corrected p: "within", "better", "worse", "small"
-    (worse by less than matters), or "different" where it has no direction.
+    """The outcome of a tested quantity with this corrected p: "within", "better", "worse", "small"
+    (worse by less than matters), or "different" if it has no direction.
     """
     if p >= LEVEL:
         return "within"
@@ -64,18 +64,18 @@ def outcome(quantity: Comparison, p: float) -> str:
         return "different"
     if (quantity.difference > 0) == (quantity.better == "higher"):
         return "better"
-    return "small" if is_shown(quantity) else "worse"
+    return "small" if is_within_margin(quantity) else "worse"
 
 
-def is_shown(quantity: Comparison) -> bool:
-    """Whether the interval of a tested quantity shows that it is not worse by what matters."""
+def is_within_margin(quantity: Comparison) -> bool:
+    """Whether the interval of a tested quantity ends within the margin."""
     return at_worst(quantity) <= quantity.matters
 
 
 def at_worst(quantity: Comparison) -> float:
-    """How much worse the quantity is at the end of its interval; of one number, by that.
+    """How much worse the quantity is at the worse end of its interval, or by its difference.
 
-    Below 0 where the whole interval is better.  Raises `ValueError` where that is unknown.
+    Below 0 if the whole interval is better.  Raises `ValueError` if it has no direction.
     """
     if quantity.has_no_verdict:
         raise ValueError(f"{quantity.name}: expected a direction, as it differs from O0's.")
@@ -86,18 +86,23 @@ def at_worst(quantity: Comparison) -> float:
 
 
 def margin_text(quantity: Comparison) -> str:
-    """What matters: `1 %` where it is a round part of O0's value, else in units of the quantity."""
+    """The margin as text: `1 %` if that is a round number, else in units of the quantity."""
     percent = 100 * quantity.matters / abs(quantity.base_mean or math.inf)
     is_round = math.isclose(percent, float(f"{percent:.2g}"), rel_tol=1e-9)
     return f"{percent:.2g} %" if is_round and percent else f"{quantity.matters:.2g}"
 
 
-def weighed(row: Row) -> list[Comparison]:
-    """What decides about a row: the judged quantity, and the last loss after as many steps."""
+def deciding(row: Row) -> list[Comparison]:
+    """The quantities that decide about a row: the judged one, and the last loss if comparable."""
     loss = (q for q in row.comparisons[1:] if q.name == LOSS and not q.is_uneven)
     return [*row.comparisons[:1], *loss]
 
 
+def first_untested(row: Row) -> Comparison | None:
+    """The first deciding quantity that no test compares; None: all are tested."""
+    return next((quantity for quantity in deciding(row) if quantity.outcome == "untested"), None)
+
+
 def worse(row: Row) -> list[Comparison]:
-    """What decides against a row: what is worse, by a test or because it is no number."""
-    return [quantity for quantity in weighed(row) if quantity.outcome == "worse"]
+    """The deciding quantities that are worse, by a test or because they are not finite."""
+    return [quantity for quantity in deciding(row) if quantity.outcome == "worse"]

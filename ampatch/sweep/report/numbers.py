@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
-_LARGE = 1e7  # from here on they would show nothing else
+_LARGE = 1e7  # from here on the scientific form is used
 _SMALL_RATIO = 0.1
 _MOST_DECIMALS = 6
 
@@ -29,7 +29,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def ratio(value: float) -> str:
-    """A speed: two decimals about 1, as many digits far from it, so that none is "0.00"."""
+    """A speed: two decimals near 1, otherwise about as many digits, so that none is "0.00"."""
     if not math.isfinite(value):
         return str(value)
     if 0 < value < _SMALL_RATIO:
@@ -46,7 +46,7 @@ def quantity(value: float | None) -> str:
 
 
 def plus_minus(value: float | None, sd: float | None) -> str:
-    """`0.976 ± 0.012`, with two digits of the scatter; without scatter the mean alone."""
+    """`0.976 ± 0.012`, with two digits of the standard deviation; without one the mean alone."""
     if value is None or not math.isfinite(value) or not sd or not math.isfinite(sd):
         return quantity(value)
     if max(abs(value), sd) >= _LARGE:

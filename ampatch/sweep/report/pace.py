@@ -1,10 +1,10 @@
-"""The verdict on speed: which rows this machine tells apart from O0.
+"""The verdict on speed: which rows are faster or slower than O0 by more than the noise.
 
-The rule is in docs/explanation/sweep_figures.md, "Speed".  O0's own speed is that of its second run
-in each round over its first, its reach the factor by which that departs from 1.00, either way.
-Where O0 ran once in each of three rounds or more, its speed is that from round to round: with rows
-as fast as O0 that calls one of them faster in 2 % of sweeps, with two rounds in 10 % (simulated,
-noise of 2 to 30 %).  One round tells nothing.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0 itself:
+its reach is the factor by which the speed of O0's second run in a round, relative to the first,
+departs from 1.00 in either direction.  If O0 ran only once in each of three rounds or more, its
+speed from round to round is taken: then a row as fast as O0 is called faster in 2 % of sweeps, with
+two rounds in 10 % (simulated, noise of 2 to 30 %).  One round shows nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FASTER, SLOWER, UNKNOWN, FEW_ROUNDS = "faster", "slower", "not told apart", "too
 
 
 def reach_of(ratios: Sequence[float]) -> float | None:
-    """The factor by which O0's speed departs from 1.00, by its ratios over the rounds."""
+    """O0's reach, from the ratios of its two runs in each round; None without a ratio."""
     spread = spread_of(ratios)
     if spread is None:
         return None
@@ -36,16 +36,16 @@ def pace_of(
     cpu_speeds: Spread | None = None,
     cpu_reach: float | None = None,
 ) -> tuple[str, bool]:
-    """The verdict on a row's `speeds` where O0's has this `reach`, and whether CPU time decided."""
-    pace = _told(speeds, reach)
+    """The verdict on a row's `speeds` with O0's `reach`, and whether CPU time decided."""
+    pace = _verdict(speeds, reach)
     if speeds and reach and pace == UNKNOWN and max(reach, speeds.high / speeds.low) > 1 + NOISE:
-        by_cpu = _told(cpu_speeds, cpu_reach)
+        by_cpu = _verdict(cpu_speeds, cpu_reach)
         if by_cpu in (FASTER, SLOWER):
             return by_cpu, True
     return pace, False
 
 
-def _told(speeds: Spread | None, reach: float | None) -> str:
+def _verdict(speeds: Spread | None, reach: float | None) -> str:
     if speeds is None:
         return ""
     if speeds.n < 2 or reach is None:
@@ -53,39 +53,39 @@ def _told(speeds: Spread | None, reach: float | None) -> str:
     return FASTER if speeds.low > reach else SLOWER if speeds.high < 1 / reach else UNKNOWN
 
 
-def told_apart(faster: Row, other: Row) -> bool:
-    """Whether one row is surely faster than another, as `pace_of` says it beside O0."""
+def is_surely_faster(faster: Row, other: Row) -> bool:
+    """Whether one row is faster than another by more than the noise."""
     if faster.by_cpu or other.by_cpu:
-        ours, two, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
+        ours, theirs, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
     else:
-        ours, two, reach = faster.speeds, other.speeds, faster.reach
-    return None not in (ours, two, reach) and ours.low > two.high * reach
+        ours, theirs, reach = faster.speeds, other.speeds, faster.reach
+    return None not in (ours, theirs, reach) and ours.low > theirs.high * reach
 
 
-def in_words(row: Row) -> str:
-    """A row's speed, for its verdict; "" where it was not compared."""
+def speed_text(row: Row) -> str:
+    """A row's speed as text, for its verdict; "" if it was not compared."""
     if row.speeds is None or row.outcome == "failed":
         return ""
     if row.outcome == "baseline":
         return f"run twice, its second run was {ratio_text(row.speeds, 'times as fast')}"
     if row.pace == UNKNOWN:
-        why = "the rounds do not agree"
+        reason = "the rounds do not agree"
         if row.reach and not row.speeds.low <= 1 <= row.speeds.high:
-            why = f"runs of O0 itself differed by a factor of {ratio(row.reach)}"
-        return f"{ratio_text(row.speeds, 'times as fast as O0')}, which may be noise: {why}"
-    said = ratio_text(row.decisive, "times as fast as O0")
+            reason = f"runs of O0 itself differed by a factor of {ratio(row.reach)}"
+        return f"{ratio_text(row.speeds, 'times as fast as O0')}, which may be noise: {reason}"
+    text = ratio_text(row.decisive, "times as fast as O0")
     if row.by_cpu:
-        return f"{said} by CPU time (wall time is too noisy: {ratio_text(row.speeds)})"
-    return said + ", in too few rounds to tell" * (row.pace == FEW_ROUNDS)
+        return f"{text} by CPU time (wall time is too noisy: {ratio_text(row.speeds)})"
+    return text + ", in too few rounds to tell" * (row.pace == FEW_ROUNDS)
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are fast enough to train with them."""
+    """The rows that are faster than O0 by enough to be recommended."""
     return [row for row in rows if row.pace == FASTER and row.decisive.median >= WORTHWHILE]
 
 
-def surely_not(row: Row) -> bool:
-    """Whether it is told that a row is not faster by enough."""
+def is_not_worthwhile(row: Row) -> bool:
+    """Whether a row is surely slower than O0, or faster by too little."""
     return row.pace == SLOWER or (row.pace == FASTER and not worthwhile([row]))
 
 

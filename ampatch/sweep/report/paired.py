@@ -1,8 +1,8 @@
 """Do two rows differ by more than chance?  Paired t tests over seeds, from scipy.
 
-A seed gives both rows the same first weights and the same order of the data, so what the seed does
-to both cancels in their difference.  p is corrected over the rows by Holm's method, so the chance
-to call any row different that is not is at most `LEVEL`.
+A seed gives both rows the same initial weights and order of the data, so its effect cancels in
+their difference.  p is corrected over the rows by Holm's method: the probability of calling any
+equal row different is at most `LEVEL`.
 
 docs/explanation/sweep_figures.md has the sources.
 """
@@ -21,16 +21,16 @@ from pandas import Series
 LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8
-TESTED = 3  # seeds: of rows equal to O0 they show .93 to be so, two seeds .37 (simulated)
-SAME = 1e-9  # differences whose scatter is below this part of the values are one number
+TESTED = 3  # seeds: they show .93 of equal rows to be equal, two seeds .37 (simulated)
+SAME = 1e-9  # relative to the values: differences with less scatter count as constant
 
 
 @dataclass(frozen=True)
 class Paired:
     """The mean of the differences, the two-sided `p`, and the confidence interval of the mean.
 
-    `sd` is the standard deviation of the differences.  Where it is 0, p and interval are those of
-    the samples taken as unpaired, or, where neither scatters, of two different numbers: p is 0.
+    `sd` is the standard deviation of the differences.  If it is 0, p and interval are those of an
+    unpaired test; if neither sample scatters, p is 1 for equal numbers and 0 for others.
     """
 
     difference: float
@@ -44,12 +44,12 @@ def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
     """Compare `sample` with `base`, two or more finite values each, pair by pair."""
     differences = [value - reference for value, reference in zip(sample, base, strict=True)]
     mean, sd = statistics.fmean(differences), statistics.stdev(differences)
-    nothing = SAME * max(map(abs, (*sample, *base)))
-    if sd <= nothing:
-        return _same_with_each(sample, base, 0.0 if abs(mean) <= nothing else mean)
+    tolerance = SAME * max(map(abs, (*sample, *base)))
+    if sd <= tolerance:
+        return _constant(sample, base, 0.0 if abs(mean) <= tolerance else mean)
     from scipy.stats import ttest_1samp
 
-    with warnings.catch_warnings():  # of nearly equal values, which are as they are
+    with warnings.catch_warnings():  # nearly equal values are meant here
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         tested = ttest_1samp(differences, 0.0)
     interval = tested.confidence_interval(CONFIDENCE)
@@ -62,11 +62,10 @@ def holm(p: Series) -> Series:
     return (ordered * numpy.arange(len(p), 0, -1)).cummax().clip(upper=1.0)[p.index]
 
 
-def smallest_seen(sd: float, n: int, rows: int = 1) -> float:
-    """The true difference that a test of `n` differences finds with probability `POWER`.
+def smallest_detectable(sd: float, n: int, rows: int = 1) -> float:
+    """The true difference that a test of `n` differences with this `sd` finds, with `POWER`.
 
-    `sd` is theirs.  It is found whatever the other of `rows` rows are: at `LEVEL` / `rows`, the
-    first and hardest step of Holm's correction.
+    The level is that of the first step of Holm's correction over `rows` rows, `LEVEL` / `rows`.
     """
     from scipy.special import nctdtrinc
     from scipy.stats import t
@@ -77,11 +76,8 @@ def smallest_seen(sd: float, n: int, rows: int = 1) -> float:
     return noncentrality * sd / math.sqrt(n)
 
 
-def _same_with_each(sample: Sequence[float], base: Sequence[float], difference: float) -> Paired:
-    """The result for differences that are one number.
-
-    It is due to chance as likely as a step of that size between two samples like these.
-    """
+def _constant(sample: Sequence[float], base: Sequence[float], difference: float) -> Paired:
+    """The result for a constant difference: that of an unpaired test of the two samples."""
     if not difference or statistics.stdev(base) <= SAME * max(map(abs, base)):
         return Paired(difference, 0.0, float(not difference), difference, difference)
     from scipy.stats import ttest_ind

@@ -76,12 +76,12 @@ def pictures(results: Results, runs: Sequence[Run]) -> list[Picture]:
 
 
 def _by_step(results: Results, losses: DataFrame) -> Picture | None:
-    lines, apart = lines_of(losses), lines_of(differences(losses))
+    lines, deviations = lines_of(losses), lines_of(differences(losses))
     if not lines:
         return None
     panels, caption = [_losses_of(lines)], "Training loss by step"
-    if apart.keys() - {BASE.label}:
-        panels.append(_Panel(1.5, _draw_differences, apart))
+    if deviations.keys() - {BASE.label}:
+        panels.append(_Panel(1.5, _draw_differences, deviations))
         caption += (
             "; below, the difference from O0 at the same step and seed (grey: O0's own seeds)"
         )
@@ -156,12 +156,12 @@ def _draw_lines(
 ) -> None:
     drawn = [row for row in results.rows if row.label in lines]
     for number, row in enumerate(drawn):
-        line, look = lines[row.label], _look(results, row)
+        line, style_ = lines[row.label], _style(results, row)
         # Each line is thinner than the one before, so that equal lines are all visible.
         width = 2.9 - 1.9 * number / max(1, len(drawn) - 1)
-        axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **look)
+        axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **style_)
         if row.seeds > 1:
-            band = {"color": look["color"], "alpha": 0.1, "lw": 0}
+            band = {"color": style_["color"], "alpha": 0.1, "lw": 0}
             axes.fill_between(line.x, line.low, line.high, **band)
     ends = [end for line in lines.values() for end in (*line.low, *line.high)]
     values = [end for end in ends if not math.isnan(end)]
@@ -171,17 +171,17 @@ def _draw_lines(
     axes.set_ylabel(title)
 
 
-def _draw_differences(axes: Any, results: Results, apart: dict[str, DataFrame]) -> None:
-    """In percent; where a row is far off, the axis is logarithmic beyond 1 %."""
-    others = {label: line for label, line in apart.items() if label != BASE.label}
+def _draw_differences(axes: Any, results: Results, deviations: dict[str, DataFrame]) -> None:
+    """In percent; if a row is far off, the axis is logarithmic beyond 1 %."""
+    others = {label: line for label, line in deviations.items() if label != BASE.label}
     axes.axhline(0, color="#000000", lw=0.8)
     _draw_lines(axes, results, others, "difference\nfrom O0 (%)")
     if max(line.y.abs().max() for line in others.values()) > 5:
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(axes.get_ylim())  # the scatter of O0 sets no limits
-    if BASE.label in apart:
-        own = apart[BASE.label]
+    if BASE.label in deviations:
+        own = deviations[BASE.label]
         axes.fill_between(own.x, own.low, own.high, color="#8c8c8c", alpha=0.35, lw=0, zorder=0)
 
 
@@ -193,7 +193,7 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
         assert speeds is not None
         judged = quality_mark(row, row.comparisons[0].name) if row.comparisons else ""
         marks = speed_mark(row) + judged
-        colour = to_rgb(_look(results, row)["color"])
+        colour = to_rgb(_style(results, row)["color"])
         if row.dtype == "bfloat16":
             colour = tuple(0.45 + 0.55 * part for part in colour)
         whiskers = [[speeds.median - speeds.low], [speeds.high - speeds.median]]
@@ -209,13 +209,13 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     axes.axvline(1, color="#333333", lw=1, ls=":")
     if reach := rows[0].reach:
         axes.axvspan(1 / reach, reach, color="#8c8c8c", alpha=0.25, lw=0, zorder=0)
-    beside = axes.secondary_yaxis("right")
-    beside.set_yticks(range(len(rows)), texts)
-    beside.tick_params(length=0)
-    beside.spines["right"].set_visible(False)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(range(len(rows)), texts)
+    right.tick_params(length=0)
+    right.spines["right"].set_visible(False)
 
 
-def _look(results: Results, row: Row) -> dict[str, Any]:
+def _style(results: Results, row: Row) -> dict[str, Any]:
     levels = dict.fromkeys(row.opt_level for row in results.rows)
     colours = dict(zip(levels, itertools.cycle(COLOURS)))
     dashes = (0, (4, 1.5)) if row.dtype == "bfloat16" else "-"
@@ -226,7 +226,7 @@ def _look(results: Results, row: Row) -> dict[str, Any]:
 
 
 def losses_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each loss of whole runs, `n` its number in the run.  One not finite is NaN.
+    """A line for each loss of a whole run, with its number `n` in the run; NaN if not finite.
 
     `seconds` are those since the run's first loss.
     """
@@ -244,9 +244,9 @@ def losses_of(runs: Iterable[Run]) -> DataFrame:
 
 
 def differences(losses: DataFrame) -> DataFrame:
-    """`losses_of` less O0's at the same step of the same seed; O0's own seeds less their mean.
+    """`losses_of` minus O0's at the same step with the same seed, in percent of O0's.
 
-    In percent of O0's.  Without O0 there are none, and without a second seed none of O0's own.
+    For O0 itself minus the mean over its seeds, if it has two or more.  Empty without O0.
     """
     at = ["seed", "n", "step"]
     base = losses[losses.row == BASE.label]
@@ -259,9 +259,9 @@ def differences(losses: DataFrame) -> DataFrame:
 
 
 def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:
-    """By row the line of `losses_of` or `differences`: `x`, `y`, `low` and `high`, by block.
+    """The line of each row of `losses_of` or `differences`: `x`, `y`, `low` and `high` by block.
 
-    Rows without a number are left out.
+    Rows without a finite number have none.
     """
     size = max(1, math.ceil((losses.n.max() + 1) / POINTS)) if len(losses) else 1
     seeds = losses.groupby(["row", "seed", losses.n // size])[[along, "loss"]].mean()

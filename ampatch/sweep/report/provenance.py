@@ -1,7 +1,7 @@
 """Where the figures of a report come from, for each kind of file.
 
-The facts are in `summary.json`.  Every other file has them too, so that a table or a picture can
-be traced when it is alone in the folder of a paper.
+The facts are in `summary.json`.  Every other file repeats them, so that a table or a picture in a
+paper can be traced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ampatch.sweep.report.results import Results
 
 def facts(results: Results) -> dict[str, str]:
     """Names and values, each on one line: command, git, versions, device, threads, load."""
-    of_sweep = {"command": called(results), **results.provenance}
+    of_sweep = {"command": script_command(results), **results.provenance}
     named = {
         "command": of_sweep.pop("command"),
         "begun": results.started,
@@ -31,7 +31,8 @@ def facts(results: Results) -> dict[str, str]:
     return {name: " ".join(str(value).split()) for name, value in named.items()}
 
 
-def called(results: Results) -> str:
+def script_command(results: Results) -> str:
+    """The script with its arguments, as a shell has them."""
     return shlex.join([*split_script(results.script), *results.arguments])
 
 
@@ -62,8 +63,7 @@ def machine_state(runs: Sequence[Run]) -> dict[str, str]:
     if native:
         state["native part"] = "active" if native == {True} else "not active"
     if len(native) > 1:
-        said = "in some runs: compare no speed of theirs with one of the others"
-        state["native part"] = said
+        state["native part"] = "in some runs: compare no speed of theirs with one of the others"
     return state
 
 

@@ -14,59 +14,68 @@ from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.report import pace
 from ampatch.sweep.report.directions import option
 from ampatch.sweep.report.judge import ONE_SEED, SAME_SEEDS, difference_text, quality_text
-from ampatch.sweep.report.margin import at_worst, is_shown, margin_text, weighed, worse
-from ampatch.sweep.report.paired import TESTED, smallest_seen
+from ampatch.sweep.report.margin import (
+    at_worst,
+    first_untested,
+    is_within_margin,
+    margin_text,
+    worse,
+)
+from ampatch.sweep.report.paired import TESTED, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
 
 NOTHING_YET = "Nothing to compare yet"
 MOST_SEEDS = 50
 _LESS_MEMORY = 0.95  # relative to O0's; above it no sentence mentions memory
-_HALVED = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
+_IN_HALF = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
 
 
-def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, more: str = "") -> str:
-    """What to train a script of this kind with, and why; or what is known, and what settles it.
+def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: str = "") -> str:
+    """The row to train a script of this kind with, and why; or what is known and what settles it.
 
-    `more` are the options by which a sweep goes on that had no time for accuracy.
+    `resume_options` continue a sweep whose budget had no time to test accuracy.
     """
-    apart = [row for row in rows if row.start]
-    if apart:
-        first = next((row for row in apart if row.outcome != "baseline"), apart[0])
+    other_starts = [row for row in rows if row.start]
+    if other_starts:
+        first = next((row for row in other_starts if row.outcome != "baseline"), other_starts[0])
         return (
             "None: the rows do not start alike, so they cannot be compared. "
             f"{_name(first)} has a {first.start}."
         )
     if not anything_compared(rows):
-        return f"{NOTHING_YET}: {_what_lacks(rows)}."
+        return f"{NOTHING_YET}: {_why_nothing(rows)}."
     base = next(row for row in rows if row.outcome == "baseline")
-    well = [row for row in rows if row.outcome not in ("baseline", "failed")]
-    left = [row for row in well if not pace.surely_not(row)]
-    fit = [row for row in left if not worse(row)]
-    if left and not fit:
-        return _none_as_accurate(left)
-    if not fit:
-        return _none_faster([row for row in well if row.pace], base)
-    shown = [row for row in pace.worthwhile(fit) if not not_shown(row)[0]]
-    if not shown:
-        return _so_far(fit, more)
-    best, others = _with_most_fp32(shown, kind)
-    said = f"Use {_name(best)}: {pace.in_words(best)}; {_accuracy(best.comparisons[0])}."
-    much = _memory(best, base)
-    also = [f"It takes {much} than O0"] if much else []
+    good = [row for row in rows if row.outcome not in ("baseline", "failed")]
+    maybe_faster = [row for row in good if not pace.is_not_worthwhile(row)]
+    candidates = [row for row in maybe_faster if not worse(row)]
+    if maybe_faster and not candidates:
+        return _none_as_accurate(maybe_faster)
+    if not candidates:
+        return _none_faster([row for row in good if row.pace], base)
+    proven = [row for row in pace.worthwhile(candidates) if not open_question(row)[0]]
+    if not proven:
+        return _undecided(candidates, kind, resume_options)
+    fastest = max(proven, key=lambda row: row.decisive.median)
+    alike = [row for row in proven if not pace.is_surely_faster(fastest, row)]
+    best = _with_most_fp32(alike, kind)
+    others = [row for row in alike if row.decisive.median > best.decisive.median]
+    advice = f"Use {_name(best)}: {pace.speed_text(best)}; {_accuracy(best.comparisons[0])}."
+    memory = _memory(best, base)
+    also = [f"It takes {memory} than O0"] if memory else []
     if others:
         also.append(f"{_names(others)} may be as fast or faster")
-    return f"{said} {', and '.join(also)}." if also else said
+    return f"{advice} {', and '.join(also)}." if also else advice
 
 
 def anything_compared(rows: Sequence[Row]) -> bool:
-    """Whether O0 and another row have gone well, so that there is something to say of the two."""
+    """Whether O0 and another row have good runs, which can be compared."""
     outcomes = {row.outcome for row in rows}
     return "baseline" in outcomes and bool(outcomes - {"baseline", "failed"})
 
 
-def not_shown(row: Row) -> tuple[str, str]:
-    """What was not shown of a row's accuracy, and the option that may show it; "" if all was."""
+def open_question(row: Row) -> tuple[str, str]:
+    """What is not known of a row's accuracy, and the option that may settle it; "" if nothing."""
     if not row.comparisons:
         why = "no loss or metric was compared with O0's" if row.steps else "it was only timed"
         return why, "" if row.steps else f"--seeds {TESTED}"
@@ -74,27 +83,24 @@ def not_shown(row: Row) -> tuple[str, str]:
     if judged.has_no_verdict:
         seeds = f"--seeds {TESTED} " if judged.untested == ONE_SEED else ""
         return no_direction(row), seeds + option(judged.name)
-    untested = next((quantity for quantity in weighed(row) if quantity.outcome == "untested"), None)
+    untested = first_untested(row)
     if untested is not None:
         cure = f"--seeds {TESTED}" if untested.untested == ONE_SEED else ""
-        return f"its {untested.title} is not tested ({untested.untested}){_hint(untested)}", cure
+        return f"its {untested.title} is not tested ({untested.untested}){_remedy(untested)}", cure
     ends = f"with {judged.n} seeds the 95 % interval of its {judged.title} ends"
     matters = f"{judged.matters:.2g} matters (--margin)"
     if not judged.scatter:
         off = f"its {judged.title} is {judged.difference:+.2g} off with each of {judged.n} seeds"
-        if not is_shown(judged):
+        if not is_within_margin(judged):
             return f"{off}, and {matters}", f"--seeds {judged.n + 2}"
         few = f"the same {judged.title} with {judged.n} seeds says little", f"--seeds {TESTED}"
         return few if judged.n < TESTED else ("", "")
-    if is_shown(judged):
+    if is_within_margin(judged):
         return "", ""
-    said, seeds = (
-        f"{ends} {at_worst(judged):.2g} worse than O0's, and {matters}",
-        _seeds_for(judged),
-    )
+    why, seeds = f"{ends} {at_worst(judged):.2g} worse than O0's, and {matters}", _seeds_for(judged)
     if seeds is None:
-        return f"{said}; not even {MOST_SEEDS} seeds like these would end it before that", ""
-    return said, f"--seeds {seeds}"
+        return f"{why}; not even {MOST_SEEDS} seeds like these would end it before that", ""
+    return why, f"--seeds {seeds}"
 
 
 def no_direction(row: Row) -> str:
@@ -109,36 +115,38 @@ def no_direction(row: Row) -> str:
     )
 
 
-def _so_far(fit: Sequence[Row], more: str) -> str:
-    """What is known of speed and of accuracy, each by itself, and what settles the rest."""
-    faster = pace.worthwhile(fit)
-    first = max(faster or fit, key=lambda row: row.speeds.median if row.speeds else 0.0)
-    others = [row for row in fit if row not in (first, *faster)]
-    speed = f"{_name(first)} is {pace.in_words(first) or 'not timed'}"
+def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> str:
+    """What is known of speed and of accuracy, separately, and what settles the rest."""
+    faster = pace.worthwhile(candidates)
+    first = max(faster, key=lambda row: row.decisive.median, default=None)
+    first = first or _with_most_fp32(candidates, kind)
+    others = [row for row in candidates if row not in (first, *faster)]
+    speed = f"{_name(first)} is {pace.speed_text(first) or 'not timed'}"
     if others:
         speed += f"; {_names(others)} cannot be told apart from O0 either"
-    good = [row for row in fit if not not_shown(row)[0]]
-    what, cure = not_shown(first) if faster or not good else ("", "")
+    good = [row for row in candidates if not open_question(row)[0]]
+    what, cure = open_question(first) if faster or not good else ("", "")
     known = [f"{_names(good)} as O0 ({_accuracy(good[0].comparisons[0])})"] if good else []
     accuracy = "; ".join([*known, *([f"{_name(first)}: {what}"] if what else [])])
     rounds = first.speeds.n + ROUNDS if first.pace == pace.UNKNOWN else 0 if faster else ROUNDS
     seeds = re.match(r"--seeds (\d+)", cure)
     is_more = rounds > int(seeds[1] if seeds else 0)  # each seed is a round
     options = " ".join(filter(None, (f"--rounds {rounds}" * is_more, cure)))
-    said = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
-    way_on = more or (options and f"--resume {options}")
+    advice = f"Stay with O0 for now. Speed: {speed}. Accuracy: {accuracy}."
+    options = resume_options or (options and f"--resume {options}")
     idle = ", on an idle machine" if not faster and first.pace == pace.UNKNOWN else ""
-    return f"{said} To settle it{idle}: {way_on}." if way_on else said
+    return f"{advice} To settle it{idle}: {options}." if options else advice
 
 
 def _none_faster(rows: Sequence[Row], base: Row) -> str:
-    """A sentence: no row is fast enough; and the one that saves most memory, if any."""
+    """No row is fast enough; and the row that saves most memory, if any."""
     fastest = max(rows, key=lambda row: row.decisive.median)
-    said = (
+    advice = (
         f"Stay with O0: no row is {pace.WORTHWHILE:g} times as fast. The fastest, {fastest.name}, "
-        f"is {pace.in_words(fastest)}."
+        f"is {pace.speed_text(fastest)}."
     )
-    return said + _smaller([row for row in rows if not worse(row) and not no_direction(row)], base)
+    accurate = [row for row in rows if not worse(row) and not no_direction(row)]
+    return advice + _smallest(accurate, base)
 
 
 def _accuracy(judged: Comparison) -> str:
@@ -151,16 +159,14 @@ def _accuracy(judged: Comparison) -> str:
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
-    """A sentence: all rows that may be faster are worse; and the fastest one's difference."""
+    """All rows that may be faster are worse; and the difference of the fastest one."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
-    said = filter(None, (pace.in_words(row), *(quality_text(quantity) for quantity in worse(row))))
-    return (
-        f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {'; '.join(said)}."
-    )
+    facts = "; ".join(filter(None, (pace.speed_text(row), *map(quality_text, worse(row)))))
+    return f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {facts}."
 
 
-def _hint(quantity: Comparison) -> str:
-    """How an untested quantity can be tested, where no option of the sweep does it."""
+def _remedy(quantity: Comparison) -> str:
+    """How an untested quantity can be tested, if not by an option of the sweep."""
     if quantity.is_uneven:
         return ": have the script report a metric, by log_metrics or --metric"
     if quantity.untested == SAME_SEEDS:
@@ -169,24 +175,23 @@ def _hint(quantity: Comparison) -> str:
 
 
 def _seeds_for(judged: Comparison) -> int | None:
-    """With how many seeds the interval of such differences ends within the margin.
+    """The number of seeds with which the interval of such differences would end in the margin.
 
-    It does so as likely as a test finds a difference of what is left of the margin.
+    That is as likely as a test finds a difference of the distance to the margin.
     """
     room = judged.matters - (judged.difference if judged.better == "lower" else -judged.difference)
     numbers = range(judged.n + 1, MOST_SEEDS + 1)
-    return next((n for n in numbers if smallest_seen(judged.scatter, n) <= room), None)
+    return next((n for n in numbers if smallest_detectable(judged.scatter, n) <= room), None)
 
 
-def _with_most_fp32(shown: Sequence[Row], kind: Kind) -> tuple[Row, list[Row]]:
-    """The row with most FP32 among those not told apart from the fastest; and faster rows."""
-    has = "autocast" if kind.is_foreign else "O1"
-    fastest = max(shown, key=lambda row: row.decisive.median)
-    alike = [row for row in shown if not pace.told_apart(fastest, row)]
-    best = min(
-        alike, key=lambda row: (_HALVED[_level(row)], _level(row) != has, -row.decisive.median)
-    )
-    return best, [row for row in alike if row.decisive.median > best.decisive.median]
+def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:
+    """The row with most FP32; of equal ones the script's own kind of AMP, then the fastest."""
+    own = "autocast" if kind.is_foreign else "O1"
+
+    def order(row: Row) -> tuple[int, bool, float]:
+        return _IN_HALF[_level(row)], _level(row) != own, -(row.decisive.median if row.pace else 0)
+
+    return min(rows, key=order)
 
 
 def _level(row: Row) -> str:
@@ -194,7 +199,7 @@ def _level(row: Row) -> str:
     return re.split(r"[-+]", row.opt_level)[0]
 
 
-def _what_lacks(rows: Sequence[Row]) -> str:
+def _why_nothing(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):
@@ -211,13 +216,13 @@ def _memory(row: Row, base: Row) -> str:
     return f"{abs(percent)} % {'less' if percent > 0 else 'more'} memory" if percent else ""
 
 
-def _smaller(fit: Sequence[Row], base: Row) -> str:
-    """The row that saves most memory, where no row saves time."""
-    sizes = [row for row in fit if row.memory_bytes and base.memory_bytes]
+def _smallest(rows: Sequence[Row], base: Row) -> str:
+    """A sentence on the row that saves most memory; "" if none does."""
+    sizes = [row for row in rows if row.memory_bytes and base.memory_bytes]
     least = min(sizes, key=lambda row: row.memory_bytes, default=None)
     if least is None or least.memory_bytes > _LESS_MEMORY * base.memory_bytes:
         return ""
-    at = pace.in_words(least) or "its speed was not measured"
+    at = pace.speed_text(least) or "its speed was not measured"
     return f" {_name(least)} takes {_memory(least, base)}: {at}."
 
 

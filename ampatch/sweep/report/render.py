@@ -3,8 +3,8 @@
     DIR/report.html              all of it on one page, the pictures inside
     DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed
 
-They are made when a sweep has ended, and by `ampatch report` from the stored results.  The page has
-no script and needs no other file; how it looks: `templates/page.html.j2`.
+They are written when a sweep has ended, and by `ampatch report` from the stored results.  The page
+(`templates/page.html.j2`) has no script and needs no other file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from ampatch.sweep.json_files import write_whole
 from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
-from ampatch.sweep.report.provenance import called, facts
+from ampatch.sweep.report.provenance import facts, script_command
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import filled, write_tables
+from ampatch.sweep.report.summary_files import render_template, write_tables
 from ampatch.sweep.report.table import notes, table
 
 
@@ -44,10 +44,10 @@ def write_report(directory: str | Path) -> None:
 def as_html(results: Results, drawn: Sequence[Picture]) -> str:
     """The page."""
     rows = results.rows
-    return filled(
+    return render_template(
         "page.html",
         title=f"{Path(results.script).name} at several opt levels",
-        called=called(results),
+        called=script_command(results),
         results=results,
         is_compared=anything_compared(rows),
         figures=table(rows),

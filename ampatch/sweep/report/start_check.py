@@ -1,15 +1,14 @@
-"""Do all rows start from the same weights?  Their first losses with equal seeds say it.
+"""Do all rows start from the same weights?  Their first losses with equal seeds show it.
 
-Before the first optimizer step nothing but half's rounding lies between a row and O0.  A row
-whose first loss differs by more began from something else: most often from a file that an
-earlier trial wrote, such as `w.pt`, which the script loads if it is there.  Then the rows say
-nothing about opt levels, and none is recommended.
+Before the first optimizer step only rounding in half separates a row from O0.  If the first loss
+differs by more, the row began with other weights: most often from a file that an earlier trial
+wrote, such as `w.pt`, and the script loads if it exists.  Then the rows say nothing about opt
+levels, and none is recommended.
 
-Rounding may do 32 units of roundoff (docs/explanation/sweep_figures.md has what was measured); in
-FP32 2**-10, for kernels that add up in another order.
-The loss that this is relative to is the larger of the two, or O0's usual one where that is larger.
-A row in half may also differ as O0's loss does from step to step at the start: what is drawn at
-random within the model can be another draw in another type.
+Allowed are 32 units of roundoff (docs/explanation/sweep_figures.md has what was measured), and
+2**-10 in FP32, because kernels sum in different orders.  They are relative to the larger of the two
+losses, or to O0's median loss if that is larger.  A row in half may also differ as much as O0's
+loss from step to step at the start: random numbers within the model can depend on the dtype.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ ALLOWED = 32  # units of roundoff
 ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8}
 TF32 = 2**-11
 FP32 = 2**-15
-EARLY = 20  # losses from which it is seen how far they differ from step to step
+EARLY = 20  # first losses, for their differences from step to step
 
 
 def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
-    """The runs that began elsewhere than the first run with their seed, of O0 if there is one.
+    """The runs that start differently from the first run with their seed, O0's if there is one.
 
-    With each what differs: `first loss 0.41 against 2.31 of O0 with seed 0`.
+    Each comes with the difference: `first loss 0.41 against 2.31 of O0 with seed 0`.
     """
     by_seed: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.case != BASE):
@@ -43,8 +42,8 @@ def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
     return [(run, difference) for run, difference in starts if difference]
 
 
-def note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
-    """How they differ, why that may be, and what to do."""
+def start_note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
+    """A note on how they differ, why, and what to do."""
     if not starts:
         return ""
     run, difference = next((start for start in starts if start[0].case != BASE), starts[0])
@@ -82,8 +81,8 @@ def _allowed(value: float, expected: Series, roundoff: float) -> float:
     size = max(abs(value), finite[0], statistics.median(finite))
     rounding = ALLOWED * roundoff * size
     pairs = itertools.pairwise(expected.values[:EARLY])
-    apart = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
-    return max(rounding, statistics.median(apart)) if apart and roundoff != FP32 else rounding
+    changes = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
+    return max(rounding, statistics.median(changes)) if changes and roundoff != FP32 else rounding
 
 
 def _roundoff(case: Case) -> float:

@@ -1,9 +1,9 @@
 """The rows: the figures of all runs of a case, compared with O0's.
 
 Losses, metrics, memory, steps and skips are of whole runs; times and speed of runs that ran alone.
-Speed is relative to O0 of the same round, so a machine that changes its speed changes both.  For
-accuracy each seed gives one value: a metric's last value, or the last loss; the mean, if the seed
-ran several times.  `judge.py` compares these values.
+Speed is relative to O0 of the same round, so a change in the machine's speed affects both.  For
+accuracy each seed gives one value: the last value of a metric, or the last loss; their mean if the
+seed ran several times.  `judge.py` compares these values.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ampatch.sweep.report.figures import (
 from ampatch.sweep.report.judge import Samples, compare, corrected, directions, judged_row
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
-from ampatch.sweep.report.pace import SLOWER, pace_of, reach_of, told_apart
+from ampatch.sweep.report.pace import SLOWER, is_surely_faster, pace_of, reach_of
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 FIRST = "loss at the start"
-NEAR = 2  # rounds, by their seconds: runs further apart are not compared in speed
-ENOUGH_ROUNDS = 3  # to take O0's noise from them, where it ran once in each
+NEAR = 2  # times the seconds of a round: runs further apart are not compared in speed
+ENOUGH_ROUNDS = 3  # for O0's noise from round to round, if it ran once in each
 Milliseconds = Callable[[Measured | None, int | None], float | None]
 """Milliseconds of the first N steps."""
 
@@ -58,48 +58,50 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base, values, ways = by_case.get(BASE, []), values_of(runs), better or {}
+    base, values, asked = by_case.get(BASE, []), values_of(runs), better or {}
     starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
-    of_rounds: Counter[tuple[int, int]] = Counter()
+    round_seconds: Counter[tuple[int, int]] = Counter()
     for run in runs:
-        of_rounds[run.trial.round] += run.seconds
+        round_seconds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, of_case, base, of_rounds, means, samples, starts.get(case, ""), ways)
+        _row(case, of_case, base, round_seconds, means, samples, starts.get(case, ""), asked)
         for case, of_case in by_case.items()
     ]
-    how = judged, ways, seeds_matter(base), margin
+    criteria = judged, asked, seeds_matter(base), margin
     compared = [
-        [] if case == BASE or case in starts else compare(samples, case.label, *how)
+        [] if case == BASE or case in starts else compare(samples, case.label, *criteria)
         for case in by_case
     ]
-    judged_rows = [judged_row(row, ones) for row, ones in zip(rows, corrected(compared))]
-    return [row if row.outcome == "baseline" else _beside(row, judged_rows) for row in judged_rows]
+    judged_rows = list(map(judged_row, rows, corrected(compared)))
+    return [
+        row if row.outcome == "baseline" else _with_equals(row, judged_rows) for row in judged_rows
+    ]
 
 
-def _beside(row: Row, rows: Sequence[Row]) -> Row:
-    """The row, whose verdict says beside which others it trains the same and is slower."""
-    slower = [
+def _with_equals(row: Row, rows: Sequence[Row]) -> Row:
+    """The row; its verdict names rows that train exactly the same and are faster."""
+    faster = [
         other.name
         for other in rows
         if _trained(other) == _trained(row) is not None
-        and (row.pace == SLOWER if other.outcome == "baseline" else told_apart(other, row))
+        and (row.pace == SLOWER if other.outcome == "baseline" else is_surely_faster(other, row))
     ]
-    said = f"; trains the same as {' and '.join(slower)}, and is slower" if slower else ""
-    return dataclasses.replace(row, verdict=row.verdict + said)
+    more = f"; trains the same as {' and '.join(faster)}, and is slower" if faster else ""
+    return dataclasses.replace(row, verdict=row.verdict + more)
 
 
 def _trained(row: Row) -> tuple | None:
-    """What a row has learned; None where that was not recorded, or a run has failed."""
+    """The figures of a row's training; None if none were recorded or a run failed."""
     if row.last_loss is None or row.outcome == "failed":
         return None
     return row.seeds, row.first_loss, row.last_loss, row.metrics
 
 
 def values_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each last value of whole runs, and for first losses: over equal windows.
+    """A line for each last value of a whole run, and for its first loss over equal windows.
 
-    `is_ok` is whether the run went well, `steps` how many it took.
+    `is_ok` is whether the run went well, `steps` how many steps it took.
     """
     whole = [run for run in runs if run.measured and not run.trial.short]
     counts = [len(main_losses(run.measured).values) for run in whole if status(run) == OK]
@@ -126,7 +128,7 @@ def seeds_matter(runs: Iterable[Run]) -> bool:
     return base.seed.nunique() < 2 or bool((base.groupby("name").value.nunique() > 1).any())
 
 
-def says_how_well(runs: Iterable[Run]) -> bool:
+def has_quality(runs: Iterable[Run]) -> bool:
     """Whether a loss or a metric was measured at O0."""
     return not _of_base(runs).empty
 
@@ -140,19 +142,19 @@ def _row(
     case: Case,
     runs: Sequence[Run],
     base: Sequence[Run],
-    of_rounds: Mapping[tuple[int, int], float],
+    round_seconds: Mapping[tuple[int, int], float],
     means: Mapping[tuple[str, str], float],
     samples: Samples,
     start: str,
     better: Mapping[str, str],
 ) -> Row:
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
-    trouble = [said for said in map(status, runs) if said != OK]
+    trouble = [text for text in map(status, runs) if text != OK]
     runs_alone, base_alone = ([r for r in of if r.alone and r.measured] for of in (runs, base))
     times = DataFrame(filter(None, (step_times(run.measured) for run in runs_alone)))
-    pairs = _pairs(case, runs_alone, base_alone, of_rounds)
+    pairs = _pairs(case, runs_alone, base_alone, round_seconds)
     speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
-    pairs = _pairs(BASE, base_alone, base_alone, of_rounds)
+    pairs = _pairs(BASE, base_alone, base_alone, round_seconds)
     reach, cpu_reach = (reach_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
     is_paced = case != BASE and not trouble
     pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
@@ -220,11 +222,11 @@ def _pairs(
     case: Case,
     runs: Sequence[Run],
     base: Sequence[Run],
-    of_rounds: Mapping[tuple[int, int], float],
+    round_seconds: Mapping[tuple[int, int], float],
 ) -> list[tuple[Run, Run]]:
-    """The runs whose speed counts, each with O0 of the same round.
+    """The runs whose speed counts, each with O0's run of the same round.
 
-    For O0 those of its second runs; where rounds lack one, also those of each round with the next.
+    For O0 itself its second runs; if rounds lack one, also each round's run with the next round's.
     """
     of_round = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
     timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
@@ -235,20 +237,20 @@ def _pairs(
         for run in compared
         if run.trial.round in of_round and status(run) == OK
     ]
-    pairs = [pair for pair in pairs if _apart(*pair) <= NEAR * of_rounds[pair[0].trial.round]]
+    pairs = [pair for pair in pairs if _apart(*pair) <= NEAR * round_seconds[pair[0].trial.round]]
     if case == BASE and len(pairs) < len(of_round) >= ENOUGH_ROUNDS:
         pairs += itertools.pairwise(of_round.values())
     return pairs
 
 
 def _apart(run: Run, other: Run) -> float:
-    """Seconds between the beginnings of two runs; 0 where these are not known."""
+    """Seconds between the beginnings of two runs; 0 if these are unknown."""
     began = [trained.measured.machine.get("began") for trained in (run, other)]
     return 0.0 if None in began else abs(began[0] - began[1])
 
 
 def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
-    """The speeds of the first of each pair relative to the second."""
+    """The speed of the first run of each pair relative to the second."""
     ratios = (_speed(run, beside, ms) for run, beside in pairs)
     return [ratio for ratio in ratios if ratio is not None]
 
@@ -263,5 +265,5 @@ def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    there = DataFrame({"value": list(values)}, dtype=float).value.dropna()
-    return None if there.empty else there.median()
+    known = DataFrame({"value": list(values)}, dtype=float).value.dropna()
+    return None if known.empty else known.median()

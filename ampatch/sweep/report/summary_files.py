@@ -80,10 +80,10 @@ def _csv_line(row: Row) -> dict[str, Any]:
 def as_markdown(results: Results) -> str:
     """The recommendation, the table and the verdicts, for a paper's appendix."""
     rows = results.rows
-    return filled(
+    return render_template(
         "summary.md",
         script=Path(results.script).name,
-        called=provenance.called(results),
+        called=provenance.script_command(results),
         seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
         runs=counted(results.planned, "run"),
         results=results,
@@ -95,16 +95,16 @@ def as_markdown(results: Results) -> str:
 
 def as_latex(results: Results) -> str:
     """The main columns as a `tabular` environment; comments say where they come from."""
-    shown = table(results.rows, main=True)
-    sides = f"@{{}}l{'r' * (shown.shape[1] - 1)}@{{}}"
+    columns = table(results.rows, main=True)
+    sides = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
     origin = [*provenance.lines(results), *mark_notes(results.rows), r"needs \usepackage{booktabs}"]
-    text = shown.to_latex(index=False, escape=True, column_format=sides).translate(_IN_LATEX)
+    text = columns.to_latex(index=False, escape=True, column_format=sides).translate(_IN_LATEX)
     return "".join(f"% {line}\n" for line in origin) + text
 
 
-def filled(name: str, **shown: Any) -> str:
+def render_template(name: str, **values: Any) -> str:
     """The document `name`, such as `page.html`, with what it shows."""
-    return _environment(Path(name).suffix).get_template(f"{name}.j2").render(shown)
+    return _environment(Path(name).suffix).get_template(f"{name}.j2").render(values)
 
 
 @functools.cache

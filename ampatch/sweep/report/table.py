@@ -18,11 +18,11 @@ from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, 
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
 
-NOT_TOLD_APART, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
 _WAYS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
 MARKS = {
-    NOT_TOLD_APART: "a speed that may be noise: the verdict says why",
+    MAY_BE_NOISE: "a speed that may be noise: the verdict says why",
     DIFFERS: "differs from O0 by more than the seeds do",
 }
 _MEMORY = {
@@ -41,10 +41,10 @@ class Column:
 
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
-    """The texts of all columns or of the `main` ones, a line for each row; no empty column."""
-    shown = [column for column in columns(rows) if column.main or not main]
-    texts = [[column.text(row) for column in shown] for row in rows]
-    every = DataFrame(texts, columns=[column.title for column in shown], dtype=str)
+    """The texts of all columns or of the `main` ones, without empty columns."""
+    chosen = [column for column in columns(rows) if column.main or not main]
+    texts = [[column.text(row) for column in chosen] for row in rows]
+    every = DataFrame(texts, columns=[column.title for column in chosen], dtype=str)
     return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
 
 
@@ -76,50 +76,49 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 def _are_uneven(rows: Sequence[Row]) -> bool:
     """Whether rows that went well took different numbers of steps, as their losses say."""
     steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
-    is_said = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
-    return is_said or (bool(steps) and max(steps) > UNEVEN * min(steps))
+    is_uneven = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
+    return is_uneven or (bool(steps) and max(steps) > UNEVEN * min(steps))
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the table of these rows shows, as far as its titles do not say it: four lines."""
+    """Explanations of the table's columns, up to four lines."""
     ways = _ways(rows).values()
     kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
-    said = {
+    explanations = {
         "speed: O0's step time over the row's in the same round, above 1 is faster; in brackets "
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
         **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
-        "losses: as the script gives them to scale_loss (loss_id 0) or backward(), under "
-        "accumulation the divided ones": any(row.last_loss is not None for row in rows),
+        "losses: what the script passes to scale_loss (loss_id 0) or calls backward() on; with "
+        "gradient accumulation already divided": any(row.last_loss is not None for row in rows),
     }
-    of_columns = [text for text, is_there in said.items() if is_there] + [_MEMORY[k] for k in kinds]
-    text = "; ".join(of_columns)
+    used = [text for text, is_used in explanations.items() if is_used]
+    text = "; ".join([*used, *(_MEMORY[kind] for kind in kinds)])
     first = [f"{text[0].upper()}{text[1:]}."] if text else []
     return [*first, *_unknown_note(rows), *mark_notes(rows)]
 
 
 def speed_mark(row: Row) -> str:
-    """The mark of a speed that was measured and says nothing."""
-    is_told = row.pace in ("", FASTER, SLOWER) and not row.by_cpu
-    says_nothing = row.speeds is not None and not is_told
-    return NOT_TOLD_APART if says_nothing else ""
+    """The mark of a measured speed that may be noise; else ""."""
+    is_clear = row.pace in ("", FASTER, SLOWER) and not row.by_cpu
+    return "" if row.speeds is None or is_clear else MAY_BE_NOISE
 
 
 def quality_mark(row: Row, name: str) -> str:
-    """The mark of a quantity that differs from O0's."""
+    """The mark of a quantity that differs from O0's; else ""."""
     outcome = next((quantity.outcome for quantity in row.comparisons if quantity.name == name), "")
     return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
-    """What the marks in a table of these rows mean, those that are there."""
+    """Explanations of the marks that a table of these rows has."""
     differs = any(quality_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
-    there = {NOT_TOLD_APART: any(map(speed_mark, rows)), DIFFERS: differs}
-    return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if there[mark]]
+    used = {MAY_BE_NOISE: any(map(speed_mark, rows)), DIFFERS: differs}
+    return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if used[mark]]
 
 
 def _ways(rows: Sequence[Row]) -> dict[str, str | None]:
-    """The directions of the metrics of these rows; none of rows that an older ampatch wrote."""
+    """The directions of the rows' metrics; rows of older versions have none."""
     return {name: row.better[name] for row in rows for name in row.metrics if name in row.better}
 
 

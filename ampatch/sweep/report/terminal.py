@@ -18,10 +18,10 @@ from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.report.table import notes, table
 
 
-def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) -> None:
+def write_results(results: Results, stream: TextIO, shown_failures: Collection[str] = ()) -> None:
     """Write the table, the verdicts, the notes, and the recommendation.
 
-    `told` are the labels of rows whose errors have been shown: these are not written again.
+    `shown_failures` are the labels of rows whose errors were shown; they are not written again.
     """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # an arrow has no place in latin-1
@@ -29,14 +29,14 @@ def write_results(results: Results, stream: TextIO, told: Collection[str] = ()) 
         write_table(results.rows, stream)
         stream.write("\n")
     for row in results.rows:
-        if row.outcome == "failed" and row.label in told:
+        if row.outcome == "failed" and row.label in shown_failures:
             failed = f"{row.runs - row.good_runs} of {counted(row.runs, 'run')}"
-            _say(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
+            _write_line(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
         else:
-            _say(f"{row.name}: {row.verdict}", stream)
+            _write_line(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:
-        _say(f"Note: {note}", stream)
-    _say(f"Recommendation: {results.recommendation}", stream)
+        _write_line(f"Note: {note}", stream)
+    _write_line(f"Recommendation: {results.recommendation}", stream)
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
@@ -45,10 +45,10 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     lines = shown.to_string(line_width=_width() if stream.isatty() else None).splitlines()
     stream.writelines(line.rstrip(" \\") + "\n" for line in lines)  # pandas marks parts by it
     for note in notes(rows):
-        _say(note, stream)
+        _write_line(note, stream)
 
 
-def _say(text: str, stream: TextIO) -> None:
+def _write_line(text: str, stream: TextIO) -> None:
     """Write a line; on a terminal it wraps between words, and further lines are indented."""
     if stream.isatty():
         text = textwrap.fill(text, _width(), subsequent_indent="  ", break_on_hyphens=False)

@@ -1,8 +1,8 @@
-"""A sweep's stored runs in TensorBoard and Weights & Biases; a run written again replaces itself.
+"""Writes a sweep's runs to TensorBoard and Weights & Biases; a run written again is replaced.
 
 * TensorBoard: event files in DIR/tensorboard, one directory for each run.
-* Weights & Biases: a run for each, in one group, where wandb's own variables say;
-  `WANDB_MODE=offline` keeps them in DIR/wandb until `wandb sync`.
+* Weights & Biases: one run for each, in one group; wandb's own variables apply, and
+  `WANDB_MODE=offline` keeps the runs in DIR/wandb until `wandb sync`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check(name: str) -> None:
 
 
 def write(name: str, directory: str | Path) -> str:
-    """Write all runs but short ones of the sweep in `directory` to a tracker; returns where.
+    """Write the whole runs of the sweep in `directory` to a tracker; returns where they are.
 
     Raises `FileNotFoundError` if there is no sweep, `OSError` if the tracker refuses the runs.
     """

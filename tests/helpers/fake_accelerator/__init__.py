@@ -14,8 +14,6 @@ A process that has the folders of `installed(FOLDER)` on its path has the device
 first `load()` compiles three C++ files into ampatch's cache, which takes about a minute.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

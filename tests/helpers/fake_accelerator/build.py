@@ -1,7 +1,5 @@
 """Compiles the fake accelerator: `python build.py FILE`.  Its parts at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,8 @@ import os
 
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
-from ampatch.sweep.execution.slot import Slot, device_groups, thread_variables
-from ampatch.sweep.execution.warm import Warm
+from ampatch.sweep.execution.placement import THREADS, Placement, device_groups
+from ampatch.sweep.execution.warm import WarmStarts
 from ampatch.sweep.options import SweepOptions
 
 
@@ -22,10 +22,11 @@ def make(options: SweepOptions) -> Engine:
         return RayEngine(options)
     if options.devices:
         groups = device_groups(options.devices, options.nproc_per_node or 1)
-        slots = [Slot(alone=len(groups) == 1, devices=group) for group in groups]
-        return LocalEngine(slots, timed=Slot(devices=groups[0]))
+        placements = [Placement(alone=len(groups) == 1, devices=group) for group in groups]
+        return LocalEngine(placements, timed=Placement(devices=groups[0]))
     jobs = options.jobs or 1
-    warm = None if options.cold or options.side_by_side or options.nproc_per_node else Warm()
-    share = max(1, (os.cpu_count() or 1) // jobs)
-    variables = thread_variables(share if jobs > 1 else None)
-    return LocalEngine([Slot(alone=jobs == 1, variables=variables)] * jobs, timed=Slot(), warm=warm)
+    warm = None if options.cold or options.side_by_side or options.nproc_per_node else WarmStarts()
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    variables = ((THREADS, threads),) if jobs > 1 and THREADS not in os.environ else ()
+    placements = [Placement(alone=jobs == 1, variables=variables)] * jobs
+    return LocalEngine(placements, timed=Placement(), warm=warm)

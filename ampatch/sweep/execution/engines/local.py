@@ -6,38 +6,41 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
-from ampatch.sweep.execution.runner import Runner, Watch
-from ampatch.sweep.execution.slot import Slot
-from ampatch.sweep.execution.warm import Warm
+from ampatch.sweep.execution.placement import Placement
+from ampatch.sweep.execution.runner import Runner, TrialControl
+from ampatch.sweep.execution.warm import WarmStarts
 from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs as many trials at a time as there are `slots`, and those that are timed at `timed`.
+    """Runs a trial at each of `placements`; those that run alone run at `timed`.
 
-    With `warm` they are forked; they run one at a time.
+    With `warm` trials are forked, one at a time.
     """
 
-    def __init__(self, slots: Sequence[Slot], timed: Slot, warm: Warm | None = None) -> None:
+    def __init__(
+        self, placements: Sequence[Placement], timed: Placement, warm: WarmStarts | None = None
+    ) -> None:
         self._warm = warm
-        self._free = deque(slots)
+        self._free = deque(placements)
         self._timed = timed
-        self._running: dict[Trial, tuple[Slot, Watch, threading.Thread]] = {}
-        self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._running: dict[Trial, tuple[Placement, TrialControl, threading.Thread]] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def __enter__(self) -> LocalEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _, watch, _ in self._running.values():
-            watch.cancelled.set()
+        for _, control, _ in self._running.values():
+            control.cancelled.set()
         try:
             self._join()
         except BaseException:  # a second Ctrl-C
-            for _, watch, _ in self._running.values():
-                watch.killed.set()
+            for _, control, _ in self._running.values():
+                control.killed.set()
             self._join()
             raise
         finally:
@@ -48,16 +51,17 @@ class LocalEngine:
         return bool(self._free)
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        slot = self._timed if alone else self._free.popleft()
-        watch = Watch(lambda reach: self._news.put(Reached(trial, reach)), self._warm)
-        thread = threading.Thread(target=self._work, args=(runner, trial, watch, slot), daemon=True)
-        self._running[trial] = slot, watch, thread
-        self._news.put(Started(trial))
+        placement = self._timed if alone else self._free.popleft()
+        control = TrialControl(lambda now: self._events.put(Reached(trial, now)), self._warm)
+        arguments = runner, trial, control, placement
+        thread = threading.Thread(target=self._work, args=arguments, daemon=True)
+        self._running[trial] = placement, control, thread
+        self._events.put(Started(trial))
         thread.start()
 
     def events(self, seconds: float) -> Iterable[Event]:
         try:
-            event = self._news.get(timeout=seconds)
+            event = self._events.get(timeout=seconds)
         except queue.Empty:
             return []
         if isinstance(event, Ended):
@@ -67,16 +71,16 @@ class LocalEngine:
         return [event]
 
     def _ended(self, trial: Trial) -> None:
-        slot, _, thread = self._running.pop(trial)
+        placement, _, thread = self._running.pop(trial)
         thread.join()
-        if slot is not self._timed:
-            self._free.append(slot)
+        if placement is not self._timed:
+            self._free.append(placement)
 
-    def _work(self, runner: Runner, trial: Trial, watch: Watch, slot: Slot) -> None:
+    def _work(self, runner: Runner, trial: Trial, *where: Any) -> None:
         try:
-            self._news.put(Ended(runner.run(trial, watch, slot)))
+            self._events.put(Ended(runner.run(trial, *where)))
         except BaseException as error:  # raised in the sweep's thread
-            self._news.put(Failed(trial, error))
+            self._events.put(Failed(trial, error))
 
     def _join(self) -> None:
         for _, _, thread in self._running.values():

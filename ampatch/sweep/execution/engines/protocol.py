@@ -1,4 +1,4 @@
-"""What a sweep asks of the engine that runs its trials, and what it is told."""
+"""What a sweep asks of the engine that runs its trials, and the events that it gets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ampatch.sweep.execution.runner import Reach, Runner
+from ampatch.sweep.execution.runner import Runner, TrialProgress
 from ampatch.sweep.measure.record import Run
 from ampatch.sweep.trial import Trial
 
 
 @dataclass(frozen=True)
 class Started:
-    """The trial runs now; it may have waited in a queue."""
+    """The trial runs now."""
 
     trial: Trial
 
@@ -23,7 +23,7 @@ class Reached:
     """How far the trial has come."""
 
     trial: Trial
-    reach: Reach
+    progress: TrialProgress
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker died, and again each time that the engine tried; there is no run."""
+    """The worker died in every attempt, so there is no run."""
 
     trial: Trial
     reason: str
@@ -71,10 +71,10 @@ class Engine(Protocol):
         """Whether one more trial may be submitted, to run beside others."""
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        """Have `runner` run the trial.  One that runs alone has its devices, or a node, for itself.
+        """Have `runner` run the trial.  With `alone` it has its devices, or a node, for itself.
 
         Such a trial is submitted when no other is running.  All of them run on one node.
         """
 
     def events(self, seconds: float) -> Iterable[Event]:
-        """What has happened since the last call; waits up to so many seconds for something."""
+        """The events since the last call; waits up to this number of seconds for one."""

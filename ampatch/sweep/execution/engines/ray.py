@@ -1,8 +1,8 @@
 """The engine of a Ray cluster: each trial is a task, which Ray runs again when its worker dies.
 
-Nothing is written by the workers but temporary files.  The record and the log of a run come
-back as the task's result, and progress through an actor, the board.  Timed trials run in a
-placement group that takes all cores of one node, so that nothing else runs there.
+Workers write temporary files only.  The record and the log of a run are the task's result;
+progress comes through an actor, the board.  Trials that run alone have a placement group with all
+cores of one node.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ampatch.sweep.execution.engines.protocol import (
     Reached,
     Started,
 )
-from ampatch.sweep.execution.runner import Runner, Watch
-from ampatch.sweep.execution.slot import THREADS, Slot
+from ampatch.sweep.execution.placement import THREADS, Placement
+from ampatch.sweep.execution.runner import Runner, TrialControl
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
 from ampatch.sweep.measure.record import Run
@@ -88,52 +88,55 @@ class RayEngine:
             self._timed_group = self._timed_group or placement_group([self._needs.bundle])
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._timed_group)
         task = ray.remote(_run).options(max_retries=RETRIES, name=trial.label, **options)
-        slot = Slot(alone=alone, variables=_variables(None if alone else self._needs.threads))
+        variables = _variables(None if alone else self._needs.threads)
+        placement = Placement(alone=alone, variables=variables)
         portable = dataclasses.replace(runner, directory=Path())
-        reference = task.remote(portable, trial, slot, self._board, os.getcwd(), _same_versions())
+        reference = task.remote(
+            portable, trial, placement, self._board, os.getcwd(), _same_versions()
+        )
         self._running[reference] = runner, trial
 
     def events(self, seconds: float) -> Iterable[Event]:
         ready, _ = ray.wait(list(self._running), timeout=seconds)
-        events = self._news()
+        events = self._events()
         for reference in ready:
             runner, trial = self._running.pop(reference)
             if trial not in self._started:
                 events.append(Started(trial))
-            events.append(_outcome(reference, runner, trial))
+            events.append(_final_event(reference, runner, trial))
         return events
 
-    def _news(self) -> list[Event]:
-        """What the board knows of running trials; a retried one has started long ago."""
+    def _events(self) -> list[Event]:
+        """New events of running trials.  A retried trial does not start again."""
         try:
-            told = ray.get(self._board.take.remote())
+            on_board = ray.get(self._board.take.remote())
         except exceptions.RayActorError:  # its node has died; Ray starts it on another
             return []
         running = {trial for _, trial in self._running.values()}
-        news = []
-        for event in told:
+        events = []
+        for event in on_board:
             if event.trial in running and not (
                 isinstance(event, Started) and event.trial in self._started
             ):
                 self._started.add(event.trial)
-                news.append(event)
-        return news
+                events.append(event)
+        return events
 
     def _cancel(self) -> None:
-        """End all tasks: by an interrupt, and after a time of grace with their workers."""
-        left = list(self._running)
+        """End all tasks: by an interrupt, and after `GRACE` seconds with their workers."""
+        running = list(self._running)
         try:
-            for reference in left:
+            for reference in running:
                 ray.cancel(reference)
-            if left:
-                ray.wait(left, num_returns=len(left), timeout=GRACE)
+            if running:
+                ray.wait(running, num_returns=len(running), timeout=GRACE)
         finally:
-            for reference in left:
+            for reference in running:
                 ray.cancel(reference, force=True)
 
 
 class _Board:
-    """An actor: workers put what happens to their trials, the sweep takes it."""
+    """An actor: workers put the events of their trials, the sweep takes them."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -200,19 +203,19 @@ def _needs(options: SweepOptions) -> _Needs:
 
 
 def _variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:
-    """The variables of the sweep's process that decide about figures, for any node.
+    """The variables of the sweep's process that change figures, for any node.
 
-    Ray sets the number of threads in its workers; a trial has the user's, or PyTorch's.
+    Ray sets the number of threads in its workers; a trial has the user's, or PyTorch's default.
     """
     passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
     own = {THREADS: None if threads is None else str(threads)}
     return tuple({**own, **passed}.items())
 
 
-def _outcome(reference: Any, runner: Runner, trial: Trial) -> Event:
-    """What became of a task that has ended; the files of its run are written here."""
+def _final_event(reference: Any, runner: Runner, trial: Trial) -> Event:
+    """The event of a task that has ended; writes the files of its run."""
     try:
-        outcome, log = ray.get(reference)
+        result, log = ray.get(reference)
     except exceptions.RayTaskError as error:  # before the runner ran, such as a missing package
         return Failed(trial, EngineError(f"--engine ray: a worker raised {error.cause!r}."))
     except exceptions.RuntimeEnvSetupError as error:
@@ -221,10 +224,10 @@ def _outcome(reference: Any, runner: Runner, trial: Trial) -> Event:
         return Lost(trial, f"{type(error).__name__}, after {RETRIES} retries")
     files = RunFiles.of(runner.directory, trial)
     files.log.write_bytes(log)
-    if not isinstance(outcome, Run):
-        return Failed(trial, outcome)
-    write_json(files.run, outcome.to_json())
-    return Ended(outcome)
+    if not isinstance(result, Run):
+        return Failed(trial, result)
+    write_json(files.run, result.to_json())
+    return Ended(result)
 
 
 def _same_versions() -> dict[str, str]:
@@ -237,27 +240,28 @@ def _same_versions() -> dict[str, str]:
 
 
 def _run(
-    runner: Runner, trial: Trial, slot: Slot, board: Any, directory: str, expected: dict[str, str]
-) -> tuple[Run | Exception, bytes]:
+    runner: Runner, trial: Trial, placement: Placement, board: Any, directory: str,
+    expected: dict[str, str],
+) -> tuple[Run | Exception, bytes]:  # fmt: skip
     """The run, or the exception for the sweep's process, and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory
         os.chdir(directory)
-    wrong = _mistake(runner.program, expected)
-    if wrong:
-        return EngineError(f"--engine ray: {wrong}"), b""
-    with contextlib.suppress(exceptions.RayActorError):  # as in `_news`; the outcome tells it too
+    reason = _unfit(runner.program, expected)
+    if reason:
+        return EngineError(f"--engine ray: {reason}"), b""
+    with contextlib.suppress(exceptions.RayActorError):  # as in `_events`; the result tells it too
         ray.get(board.put.remote(Started(trial)))
-    watch = Watch(lambda reach: board.put.remote(Reached(trial, reach)))
+    control = TrialControl(lambda progress: board.put.remote(Reached(trial, progress)))
     with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
         runner = dataclasses.replace(runner, directory=Path(folder))
         log = RunFiles.of(runner.directory, trial).log
         try:
-            return runner.run(trial, watch, slot), log.read_bytes()
+            return runner.run(trial, control, placement), log.read_bytes()
         except (OSError, ValueError) as error:
             return error, log.read_bytes() if log.exists() else b""
 
 
-def _mistake(program: Program, expected: dict[str, str]) -> str:
+def _unfit(program: Program, expected: dict[str, str]) -> str:
     """Why this node cannot run trials of the sweep; "" if it can."""
     node = socket.gethostname()
     try:

@@ -1,10 +1,10 @@
-"""The order in which the trials of a sweep start, whatever engine runs them.
+"""The order in which the trials of a sweep start, on any engine.
 
-* Trials that may run beside each other come first, in the order of the plan, as many at a
-  time as the engine takes.
-* Timed trials follow when these have ended, one at a time, each alone on its devices.
-* Nothing starts beside the very first trial until it has taken a step: a script that
-  cannot train ends the sweep before it has filled a cluster.
+* Trials that run side by side come first, in the order of the plan, as many at a time as the
+  engine takes.
+* Trials that run alone on their devices follow, one at a time.
+* The very first trial has to take a step before another starts: a script that cannot train ends
+  the sweep before it has filled a cluster.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ POLL = 0.5  # seconds to wait for news
 
 
 class Schedule:
-    """Submits trials to an engine: `others` side by side, then `timed` alone, in their order.
+    """Submits trials to an engine: first those that run side by side, then those that run alone.
 
-    `runner_for` is asked when a trial is about to start; None means that it is left out.
-    `proven`: an earlier part of the sweep has shown that the script trains.
+    `runner_for` is called when a trial is about to start; None means that it does not run.
+    `has_trained`: an earlier part of the sweep has shown that the script trains.
     """
 
     def __init__(
         self,
-        others: Sequence[Trial],
-        timed: Sequence[Trial],
+        side_by_side: Sequence[Trial],
+        alone: Sequence[Trial],
         runner_for: Callable[[Trial], Runner | None],
-        proven: bool,
+        has_trained: bool,
     ) -> None:
-        self.plan(others, timed)
+        self.set_queues(side_by_side, alone)
         self._runner_for = runner_for
         self._running: set[Trial] = set()
-        self._proven = proven
+        self._has_trained = has_trained
 
-    def plan(self, others: Sequence[Trial], timed: Sequence[Trial]) -> None:
-        """What is left to start, from now on."""
-        self._others, self._timed = deque(others), deque(timed)
+    def set_queues(self, side_by_side: Sequence[Trial], alone: Sequence[Trial]) -> None:
+        """The trials to start from now on."""
+        self._side_by_side, self._alone = deque(side_by_side), deque(alone)
 
     def run(self, engine: Engine) -> Iterator[Event]:
-        """What happens, until all trials have ended."""
-        while self._others or self._timed or self._running:
-            while self._others and engine.has_room() and (self._proven or not self._running):
-                self._start(engine, self._others.popleft(), alone=False)
-            while self._timed and not (self._others or self._running):
-                self._start(engine, self._timed.popleft(), alone=True)
+        """The events, until all trials have ended."""
+        while self._side_by_side or self._alone or self._running:
+            remaining = self._side_by_side
+            while remaining and engine.has_room() and (self._has_trained or not self._running):
+                self._start(engine, remaining.popleft(), alone=False)
+            while self._alone and not (self._side_by_side or self._running):
+                self._start(engine, self._alone.popleft(), alone=True)
             for event in engine.events(POLL) if self._running else ():
-                self._note(event)
+                self._update(event)
                 yield event
 
     def _start(self, engine: Engine, trial: Trial, alone: bool) -> None:
@@ -59,9 +60,9 @@ class Schedule:
             self._running.add(trial)
             engine.submit(runner, trial, alone)
 
-    def _note(self, event: Event) -> None:
+    def _update(self, event: Event) -> None:
         if isinstance(event, Reached):
-            self._proven = self._proven or event.reach.steps > 0
+            self._has_trained = self._has_trained or event.progress.steps > 0
         elif not isinstance(event, Started):
             self._running.remove(event.run.trial if isinstance(event, Ended) else event.trial)
-            self._proven = self._proven or not isinstance(event, Lost)
+            self._has_trained = self._has_trained or not isinstance(event, Lost)

@@ -1,12 +1,11 @@
 """Where a trial runs: alone or beside others, on which devices, with which variables.
 
-An engine gives each trial its `Slot`; `runner.py` makes the process's environment of it
-and notes it in the `Run`.
+An engine gives each trial its `Placement`; `runner.py` makes the process's environment from it
+and records it in the `Run`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Slot:
+class Placement:
     """`alone`: no other trial of the sweep runs on these devices or, on a CPU, on the machine.
 
     `devices` are names such as "cuda:1"; without any the script finds what the machine has.
@@ -35,32 +34,32 @@ class Slot:
 
 
 def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """`devices`, checked, in groups of `size`: each trial gets a group.  Raises `ValueError`."""
-    said = f"--devices {','.join(devices)}"
+    """`devices` in groups of `size`, one group for each trial.  Raises `ValueError`."""
+    option = f"--devices {','.join(devices)}"
     kinds = {device.partition(":")[0] for device in devices}
     named = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
     if not named or len(kinds) != 1 or len(set(devices)) != len(devices):
         raise ValueError(
-            f"{said}: expected different devices of one kind, such as cuda:0,cuda:1, of the kinds "
-            f"{', '.join(VISIBLE)}. On a CPU use --jobs."
+            f"{option}: expected different devices of one kind, such as cuda:0,cuda:1, of the "
+            f"kinds {', '.join(VISIBLE)}. On a CPU use --jobs."
         )
     [kind] = kinds
-    there_are = count(kind)
-    missing = [device for device in devices if int(device.partition(":")[2]) >= there_are]
+    existing = count(kind)
+    missing = [device for device in devices if int(device.partition(":")[2]) >= existing]
     if missing:
         raise ValueError(
-            f"{said}: there is no {missing[0]} on this machine, which has {there_are} of {kind}."
+            f"{option}: there is no {missing[0]} on this machine, which has {existing} of {kind}."
         )
     if len(devices) % size:
         raise ValueError(
-            f"{said}: {len(devices)} devices cannot be given to trials of {size} processes each "
+            f"{option}: {len(devices)} devices cannot be given to trials of {size} processes each "
             f"(--nproc-per-node). Expected a multiple of {size}."
         )
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
 
 def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows these devices only.  Numbers count in what is visible already."""
+    """The variable that shows only these devices, numbered within those visible already."""
     if not devices:
         return {}
     name = VISIBLE[devices[0].partition(":")[0]]
@@ -69,10 +68,3 @@ def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str
     if visible:
         numbers = [visible[int(number)] for number in numbers]
     return {name: ",".join(numbers)}
-
-
-def thread_variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:
-    """So many threads, unless the user has set a number."""
-    if threads is None or THREADS in os.environ:
-        return ()
-    return ((THREADS, str(threads)),)

@@ -1,4 +1,4 @@
-"""What a sweep has found so far: its runs, and the results that its files show."""
+"""The runs of a sweep that have ended, and the results that its files show."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.report.summary_files import write_files
 
 
-class Outcome:
-    """The `runs` of a sweep in the order of its plan, and the results of these."""
+class CollectedRuns:
+    """The `runs` that have ended, in the order of the plan, and their results."""
 
     def __init__(
         self,
@@ -42,28 +42,29 @@ class Outcome:
         if directory.earlier is None:
             now = datetime.datetime.now(datetime.timezone.utc)
             self._started = now.isoformat(timespec="seconds")
-            self._provenance = machine.begun(program.file())
+            self._provenance = machine.provenance(program.file())
         else:
             self._started = directory.earlier.started
-            self._provenance = machine.resumed(program.file(), directory.earlier.provenance)
+            self._provenance = machine.resumed_provenance(
+                program.file(), directory.earlier.provenance
+            )
 
     def add(self, run: Run) -> list[str]:
-        """Add a run, plan anew, and write the files; returns what it makes known."""
+        """Add a run, plan anew and write the files; returns the notes that are new."""
         known = self._script_notes().keys()
         self.runs.append(run)
-        self.runs.sort(key=lambda run: self._plan.order_of(run.trial))  # they may end in any order
-        planned = self._plan.in_words() if self._plan.fit(self.runs) else ""
+        self.runs.sort(key=lambda run: self._plan.order[run.trial])  # they may end in any order
+        planned = [self._plan.size_note()] if self._plan.replan(self.runs) else []
         self.write()
-        said = [note for about, note in self._script_notes().items() if about not in known]
-        return [*said, *([planned] if planned else [])]
+        new = [note for about, note in self._script_notes().items() if about not in known]
+        return [*new, *filter(None, planned)]
 
     @property
     def planned(self) -> int:
-        """How many runs there are, with those that are to come."""
+        """How many runs there are, those that are to come included."""
         done, fail_fast = {run.trial for run in self.runs}, self._options.fail_fast
-        return sum(
-            trial in done or is_due(trial, self.runs, fail_fast) for trial in self._plan.trials
-        )
+        trials = self._plan.trials
+        return sum(trial in done or is_due(trial, self.runs, fail_fast) for trial in trials)
 
     def write(self) -> None:
         write_files(self._directory.path, self.results())
@@ -73,7 +74,7 @@ class Outcome:
         rows = summarize(runs, options.judge, options.better, self._margin)
         self._stems |= dict.fromkeys(trial.file_stem for trial in plan.possible)
         trouble = notes.baseline_trouble(self._script, plan.kind)
-        said = [  # what matters most comes first
+        all_notes = [  # what matters most comes first
             *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
             *notes.other_notes(options, plan, runs, rows, len(runs) == self.planned),
@@ -86,13 +87,13 @@ class Outcome:
             settings=self._directory.settings,
             versions=machine.versions(),
             machine={
-                **({"script": plan.kind.in_words()} if plan.kind else {}),
+                **({"script": plan.kind.description()} if plan.kind else {}),
                 **machine_state(runs),
             },
             rows=rows,
             done=len(runs),
             recommendation=trouble or recommendation(rows, plan.kind, plan.resume_options()),
-            notes=[note for note in said if note],
+            notes=[note for note in all_notes if note],
             provenance={**self._provenance, **machine.devices(runs)},
             plan=plan.to_resume(),
             options=self._recorded,
