@@ -184,7 +184,7 @@ class LossScaler:
         if self.update_scale():
             for managed in session.optimizers:
                 if any(managed.optimizer is optimizer for optimizer in optimizers):
-                    managed.gradients.record(True, self._scaler)
+                    managed.gradients.keep_flag(True, self._scaler)
         if self.dynamic:
             self._scaler.update([])  # the script has moved the scale
 
