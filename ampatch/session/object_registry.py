@@ -95,6 +95,5 @@ class ObjectRegistry(Generic[Session]):
 
 def alive(*entries: Entries[Managed]) -> list[Managed]:
     """The counterparts that are still in use."""
-    return [
-        managed for each in entries for ref in list(each.values()) if (managed := ref()) is not None
-    ]
+    refs = [ref for refs_by_id in entries for ref in list(refs_by_id.values())]
+    return [managed for ref in refs if (managed := ref()) is not None]
