@@ -3,7 +3,7 @@
 `.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
 Calls that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except
 between kinds of devices where torch makes new parameters, which the optimizer would not have.  All
-calls work on submodules that have come since and that no optimizer has: adapters of peft.
+calls work on submodules added since that no optimizer has, such as adapters of peft.
 """
 
 from __future__ import annotations

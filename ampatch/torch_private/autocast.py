@@ -1,6 +1,6 @@
-"""torch's own autocast in this thread: asked and switched by torch's original functions.
+"""The state of torch's own autocast in this thread: to ask for, to switch; who else asks for it.
 
-These were bound at the import, before any replacement.  And: which of torch's modules ask for it.
+Torch's original functions do it: they were bound at the import, before any replacement.
 """
 
 from __future__ import annotations

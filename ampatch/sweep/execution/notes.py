@@ -145,7 +145,7 @@ def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     """Where the script enters torch.autocast beside its `initialize`."""
     measured = (run.measured for run in runs if run.measured is not None)
     lines = list(dict.fromkeys(line for record in measured for line in record.autocast_off))
-    if not lines or kind.is_foreign:
+    if not lines or kind.lacks_initialize:
         return ""
     return (
         f"{script} enters torch.autocast itself ({', '.join(lines)}). At O0 these regions are "

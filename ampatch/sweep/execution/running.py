@@ -69,7 +69,7 @@ class Coordinator:
         for event in schedule.run(engine):
             if self._shows_kind(event):
                 schedule.set_queues(*self._queues())
-                if self._plan.kind.is_foreign:
+                if self._plan.kind.lacks_initialize:
                     display.said(kind_note(str(self._program), self._options, self._plan))
             self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:

@@ -187,7 +187,7 @@ def _seeds_for(judged: Comparison) -> int | None:
 
 def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:
     """The row with most FP32; of equal ones the script's own kind of AMP, then the fastest."""
-    own_level = "autocast" if kind.is_foreign else "O1"
+    own_level = "autocast" if kind.lacks_initialize else "O1"
 
     def order(row: Row) -> tuple[int, bool, float]:
         speed = row.decisive.median if row.pace else 0
