@@ -301,9 +301,9 @@ def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
 
 
 def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """As `choose`, except under policies that override the rule of this function of torch.
+    """The rule of a function of torch under policies that may override it, else `choose`.
 
-    Returns the rule, and a predicate: whether a policy is such a policy.
+    Also returns a predicate: whether a policy overrides it.
     """
 
     def choose_overridden(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:

@@ -91,7 +91,7 @@ class Kind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is plain PyTorch: levels are applied from outside, as no line names the model."""
+        """Whether it is plain PyTorch: no line names the model; levels are applied from outside."""
         return self.name in (TORCH_AMP, NO_AMP)
 
     @property
