@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -120,30 +121,50 @@ def _compile(folder: Path, verbose: bool) -> Path:
     for name, text in loading.sources().items():
         (folder / name).write_bytes(text)
     try:
-        done = subprocess.run(
-            command(folder),
-            cwd=folder,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=None if verbose else subprocess.PIPE,
-            stderr=None if verbose else subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_SECONDS,
-        )
+        exit_code, text = _output(folder, verbose)
     except subprocess.TimeoutExpired:
-        raise AmpatchError(f"ampatch build: it did not compile within {_SECONDS} s.") from None
-    if done.returncode != 0:
+        raise AmpatchError(
+            f"ampatch build: it did not compile within {_SECONDS} s. Run ampatch build again when "
+            "the machine has less to do."
+        ) from None
+    if exit_code != 0:
         output = ["It is above."]
         if not verbose:
-            output = ["The last lines of its output:", *done.stdout.splitlines()[-_LINES:]]
+            output = ["The last lines of its output:", *text.splitlines()[-_LINES:]]
         raise AmpatchError(
             "ampatch build: the C++ source does not compile or load here (exit status "
-            f"{done.returncode}). Expected a C++ compiler that this torch supports; CXX names "
+            f"{exit_code}). Expected a C++ compiler that this torch supports; CXX names "
             "another one.\n" + "\n".join(output)
         )
     [library] = folder.glob(f"{loading.NAME}.*")
     return library
+
+
+def _output(folder: Path, verbose: bool) -> tuple[int, str]:
+    """Run the command to its end: exit code and output ("" if `verbose` shows it).
+
+    The compiler is a child of the command.  It is killed too, after `_SECONDS` and on Ctrl-C.
+    """
+    pipe = None if verbose else subprocess.PIPE
+    with subprocess.Popen(
+        command(folder),
+        cwd=folder,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe and subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        try:
+            text, _ = child.communicate(timeout=_SECONDS)
+        except BaseException:
+            if hasattr(os, "killpg"):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
+            raise
+    return child.returncode, text or ""
 
 
 def command(folder: Path) -> list[str]:

@@ -1,5 +1,8 @@
 """The native part is compiled whole or not at all, and errors say what to do."""
 
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +65,28 @@ def test_a_failure_shows_the_last_lines_and_leaves_a_note(cache, monkeypatch):
         monkeypatch.setattr(building, "_make", None)
         building.build(again=False)
     assert str(again.value) == str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups")
+@needs_compiler
+def test_a_build_that_takes_too_long_ends_with_the_compiler_that_it_started(cache, monkeypatch):
+    compiler = "import time; open('begun', 'w').close(); time.sleep(1); open('ended', 'w').close()"
+    started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compiler!r}])"
+    monkeypatch.setattr(building, "command", lambda folder: [sys.executable, "-c", started])
+    monkeypatch.setattr(building, "_environment", lambda: None)
+    compile_in = building._compile
+    monkeypatch.setattr(building, "_compile", lambda folder, verbose: compile_in(cache, verbose))
+
+    def communicate(child, timeout):
+        while not (cache / "begun").is_file():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(AmpatchError, match=r"not compile within 300 s\. Run ampatch build again"):
+        building.build()
+    time.sleep(1.2)
+    assert not (cache / "ended").is_file()
 
 
 def test_the_build_of_the_session_is_one_file(native_cache, monkeypatch):

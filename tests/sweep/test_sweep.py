@@ -14,7 +14,7 @@ import pytest
 from sweep_runs import INITIALIZE, TRAINING, is_alive, log_of, planned, started, wait_until, written
 
 from ampatch.sweep import Sweep, read_results, read_runs, sweep
-from ampatch.sweep.report.provenance import called
+from ampatch.sweep.report.provenance import script_command
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -219,7 +219,10 @@ def test_a_module_as_by_python_m(tmp_path, monkeypatch):
     assert swept.directory == Path("ampatch-sweep/package.train")
     assert log_of(swept) == "package __main__ ['--lr', '1']\n"
     results = read_results(swept.directory)
-    assert results.script == "-m package.train" and called(results) == "-m package.train --lr 1"
+    assert (
+        results.script == "-m package.train"
+        and script_command(results) == "-m package.train --lr 1"
+    )
 
 
 # The sweep's own end: tests/cli/test_endings.py has what is said for each signal

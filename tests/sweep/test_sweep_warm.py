@@ -162,7 +162,7 @@ def test_trials_start_cold_where_a_fork_would_differ(said, tmp_path):
         from ampatch.sweep.execution import seeding, server
         seeding.seed_everything(0)
         obstacle = server.obstacle(["broken", "library", "of_the_script"], {variables})
-        print(repr(obstacle), seeding.drawn(), "")
+        print(repr(obstacle), seeding.words_drawn(), "")
         print("library" in sys.modules, "broken" in sys.modules, "beside" in sys.modules)
     """
     path = {"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}

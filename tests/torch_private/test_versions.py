@@ -3,9 +3,11 @@
 import textwrap
 
 import pytest
+import torch
 from warm_python import python
 
 from ampatch.diagnose.tables import content
+from ampatch.torch_private.custom_ops import autocast_devices
 
 REMOVALS = """
     del torch.trapz
@@ -61,3 +63,14 @@ def test_what_torch_lacks_is_left_out_and_said(name, told):
 def test_nothing_else_is_reported():
     """What this torch lacks is what a newer one brought: never a name that is misspelt."""
     assert set(content.missing()) <= {"torch.linalg.matrix_sqrth", "torch.linalg.polar"}
+
+
+def test_operators_are_asked_for_kernels_as_on_torch_2_10(monkeypatch):
+    """Its packets have no `op_overloads`, and look up each unknown name among the overloads."""
+    monkeypatch.delattr("torch._ops.OpOverloadPacket.op_overloads", raising=False)
+    library = torch.library.Library("ampatch_versions", "DEF")
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", lambda x: x, "AutocastCPU")
+    operator = torch.ops.ampatch_versions.f
+    for called in (operator, operator.default):
+        assert autocast_devices(called, "ampatch_versions::f", ("cpu", "cuda")) == {"cpu"}

@@ -45,7 +45,7 @@ class Trials:
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):
         Path(out).mkdir(parents=True, exist_ok=True)
         self.last = asked = SweepOptions(rows=rows, **options)
-        kept = {"options": asked.given(options), "files": list(asked.files)}
+        kept = {"options": asked.to_record(options), "files": list(asked.files)}
         record = Results("train.py", list(arguments), "", 0, {"dtypes": []}, {}, **kept)
         write_json(Path(out) / "summary.json", record)
         if probe is not None:
