@@ -136,12 +136,10 @@ class Swap:
         """Swap the same copies in until `call` ends, for a recompute or a backward pass."""
         swapper, half_copies, weight_slots = self.swapper, self.half_copies, self.weight_slots
         assert half_copies is not None
-        others = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
+        swaps = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
         call.swap = again = Swap(swapper)
         again.weight_slots, again.half_copies = weight_slots, half_copies
-        if any(
-            swap.is_swapped_in for swap in others
-        ):  # in a forward here, or in a thread that waits
+        if any(swap.is_swapped_in for swap in swaps):  # in a forward here, or in a waiting thread
             again.is_swapped_in = again.is_nested = True
             return
         swapper.claim_slots(again)

@@ -11,9 +11,9 @@ and a replica of `nn.DataParallel` has those of its module.  If the script sets 
 later, that stays; it has the casts if it calls the earlier one, as accelerate's does.
 
 torch.compile runs the frame eagerly, and compiles what the frame calls.  The `forward` of torch's
-own modules is an exception: Dynamo compiles it only as part of a caller that is not torch's, so it
-traces the frame too.  Dynamo compiles one code object a few times only, so that frame has one of
-its own.
+own modules is an exception: Dynamo compiles it only as part of a caller that is not torch's, so the
+frame of such a module is traced too.  Dynamo compiles one code object only a few times: that frame
+has a code object of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The state of torch's own autocast in this thread: to ask for, to switch; who else asks for it.
+"""torch's own autocast in this thread: its state, its switches, and which modules of torch ask.
 
-Torch's original functions do it: they were bound at the import, before any replacement.
+All by torch's original functions, which were bound at the import, before any replacement.
 """
 
 from __future__ import annotations

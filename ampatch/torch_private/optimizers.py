@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .lookup import of_torch
 from .probes import is_profiling
 
-_UNKNOWN = {0: None}  # where torch keeps hooks elsewhere: as if there were one
+_UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: as if one were set
 _WHEN = ("pre", "post")
 _FOR_ALL = [
     of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
