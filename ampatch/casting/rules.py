@@ -301,9 +301,9 @@ def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
 
 
 def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """The rule of a function of torch under policies that may override it, else `choose`.
+    """A rule: that of the policy, if it overrides this function of torch, else `choose`.
 
-    Also returns a predicate: whether a policy overrides it.
+    Also returns a predicate: whether a policy overrides the function.
     """
 
     def choose_overridden(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:

@@ -333,7 +333,7 @@ BEYOND: tuple[Row, ...] = (
 )
 
 # At every level: what PyTorch computes wrongly in half.  Some of these functions have a row above
-# too: what that row casts to half is then summed in FP32 internally.  The others no level casts.
+# too: what that row casts to half is then summed in FP32 internally.  No level casts the others.
 
 EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), Rule.FLOAT_ON_CPU,

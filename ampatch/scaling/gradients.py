@@ -66,9 +66,7 @@ class Check:
     scaler: Scaler
     is_all_reduced: bool  # all processes share the flag
     new_found_inf: Flag | None  # of the gradients since the last step alone; None: there are none
-    includes_used: bool = (
-        False  # some of the gradients are left from an earlier step: see `recheck`
-    )
+    includes_used: bool = False  # some gradients are left from an earlier step: see `recheck`
     is_used: bool = False  # a step has used the flag
 
     def joined(self, before: Check) -> Check:

@@ -95,5 +95,6 @@ class ObjectRegistry(Generic[Session]):
 
 def alive(*entries: Entries[Managed]) -> list[Managed]:
     """The counterparts that are still in use."""
-    refs = [ref for refs_by_id in entries for ref in list(refs_by_id.values())]
-    return [managed for ref in refs if (managed := ref()) is not None]
+    return [
+        managed for refs in entries for ref in list(refs.values()) if (managed := ref()) is not None
+    ]
