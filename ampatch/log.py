@@ -1,7 +1,7 @@
 """The logger "ampatch": rank 0 only, silent at verbosity 0, each message at most three times.
 
 A leaf.  The engine does not print; applications decide what they show.  Scripts written for apex
-decide nothing, and apex printed: for them, and under `ampatch run`, `show_where_nobody_does`.
+decide nothing, and apex printed: for them, and under `ampatch run`, `show_without_handlers`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def set_verbosity(verbosity: int) -> None:
     _noise.reset(verbosity)
 
 
-def show_where_nobody_does(is_on: bool) -> None:
+def show_without_handlers(is_on: bool) -> None:
     """Show messages from INFO on on stderr, as long as the program has no handler for them.
 
     That is one of the logger "ampatch" or of the root.  False ends it.
@@ -85,7 +85,7 @@ def show_where_nobody_does(is_on: bool) -> None:
 
 
 def shows() -> bool:
-    """Whether `show_where_nobody_does` is in force."""
+    """Whether `show_without_handlers` is on."""
     return _stderr in logger.handlers
 
 

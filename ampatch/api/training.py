@@ -103,11 +103,11 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     Else raises an `AmpatchError` that names the optimizers that are managed.
     """
     session = registry.latest(f"ampatch.{call}(...)")
-    if not any(each.properties.enabled for each in registry.sessions):
+    if not any(other.properties.enabled for other in registry.sessions):
         return session, None
-    known = [managed.optimizer for managed in registry.optimizers()]
-    known += alive(*[session.unmanaged_entries for session in registry.sessions])
-    names = Counter(type(each).__name__ for each in known)
+    optimizers = [managed.optimizer for managed in registry.optimizers()]
+    optimizers += alive(*[session.unmanaged_entries for session in registry.sessions])
+    names = Counter(type(known).__name__ for known in optimizers)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
         f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "

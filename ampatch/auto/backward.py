@@ -125,11 +125,11 @@ class BackwardPasses:
         )
         others = UnmanagedGradients(self._managed_ids(), self._scaler, self._scaler.snapshot())
         try:
-            with torch.enable_grad(), others, block as first:  # the script may have it off here
+            with torch.enable_grad(), others, block as scaled_loss:  # grad mode may be off here
                 others.add(targets.reached)
                 self._others, self.scale = others, self._scaler.snapshot()
                 rest = [self._scaler.scale(root)[0] for root in roots[1:]]
-                bound.arguments["tensors"] = (first, *rest)
+                bound.arguments["tensors"] = (scaled_loss, *rest)
                 original(*bound.args, **bound.kwargs)
         finally:
             self._others = self.scale = None

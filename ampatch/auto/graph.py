@@ -51,7 +51,7 @@ class UnmanagedGradients:
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Set the `.grad` of these tensors aside until the end of the pass."""
+        """Save the earlier gradients of these tensors; the end of the pass adds the new ones."""
         for tensor in tensors:
             if id(tensor) not in self._managed_ids and id(tensor) not in self._saved:
                 self._saved[id(tensor)] = (tensor, tensor.grad)
@@ -62,9 +62,9 @@ class UnmanagedGradients:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            fresh = [t.grad for t, _ in self._saved.values() if t.grad is not None]
+            new = [t.grad for t, _ in self._saved.values() if t.grad is not None]
             with torch.no_grad():
-                self._scaler.unscale_(fresh, self._scale)
+                self._scaler.unscale_(new, self._scale)
         for tensor, earlier in self._saved.values():
             if kind is not None or tensor.grad is None:
                 tensor.grad = earlier

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
 PROCESS_POLICY: Any = object()
 """As the policy of a call or a thread: the policy of the process is active there."""
 UNCHANGED: Any = object()
-"""As a policy or a dtype of a call: the call changes nothing, that of the calls around it stays."""
+"""As the policy or a dtype of a call: the call leaves that of the calls around it active."""
 
 CALL = "call"
 """A call of a module."""

@@ -205,7 +205,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
             captured.policy.cache.open_separate(call)
             yield from around
         finally:
-            state.remove(call)  # perhaps late: who holds an exception holds the generator
+            state.remove(call)  # perhaps late: a traceback keeps the generator alive
 
     return generator
 

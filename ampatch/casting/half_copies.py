@@ -3,8 +3,9 @@
 `half_copies` makes them: many by one node of the graph, with FP32 weights in, half copies out, and
 one batched copy each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
 accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
-see what they see in FP32 training.  For gradients of single weights autograd would run all layers
-behind a shared node: where a script asks for such, each weight has a node of its own.
+see what they see in FP32 training.  A script may ask for the gradients of single weights
+(`torch.autograd.grad`).  Then autograd runs the backward of all layers whose weights share a node
+with these, so from the next forward on each weight has a node of its own.
 
 Weights are cast in buckets of bounded size (the idea is that of DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 all weights, at O1 those that the last forward used

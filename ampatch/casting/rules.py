@@ -301,9 +301,9 @@ def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
 
 
 def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """As `choose`, except under policies that override the rule of this function of torch.
+    """A rule: that of the policy, if it overrides this function of torch, else `choose`.
 
-    Returns the rule, and a predicate: whether a policy is such a policy.
+    Also returns a predicate: whether a policy overrides the function.
     """
 
     def choose_overridden(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:

@@ -332,8 +332,8 @@ BEYOND: tuple[Row, ...] = (
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
-# At every level: what PyTorch computes wrongly in half.  Where one of these functions has a row
-# above too, the sum is in FP32 in what that row casts to half; the others are cast by no level.
+# At every level: what PyTorch computes wrongly in half.  Some of these functions have a row above
+# too: what that row casts to half is then summed in FP32 internally.  No level casts the others.
 
 EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), Rule.FLOAT_ON_CPU,

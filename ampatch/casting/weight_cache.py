@@ -80,9 +80,10 @@ class WeightUseOrder:
 class ForwardCopies:
     """The half copies of one forward, by grad mode and `requires_grad`.
 
-    Copies in `graphed` lead back to their weights.  Copies in `frozen` require no gradient, as
-    their weights.  Copies in `plain` were made under `no_grad`; all of them require a gradient:
-    only torch's functions get them, and `F.linear` is faster (see `half_copies`).
+    `graphed` copies are recorded in the graph, which leads back to their weights.  `frozen` ones
+    are of weights that require no gradient.  `plain` ones were made under `no_grad`, and all of
+    them require a gradient: `F.linear` is then faster (see `half_copies`), and only torch's
+    functions get them.
     """
 
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     apply_settings(options, program)
     if native_first.may_restart(options.argv) and native_first.build():
         return native_first.restart()
-    from ampatch.log import show_where_nobody_does
+    from ampatch.log import show_without_handlers
 
-    show_where_nobody_does(True)
+    show_without_handlers(True)
     notes = start(options, program)
 
     def execute() -> int:

@@ -77,9 +77,10 @@ def run(options: argparse.Namespace) -> int:
 def report(
     sweep: Sweep, lines: Lines | None, stopped: str | None, trackers: list[str], stream: TextIO
 ) -> int:
-    """Print and write the results so far, without what `lines` showed; returns 1 if no run is good.
+    """Print and write the results so far; returns 1 if no run is good.
 
-    `stopped` is why not all have run, "" if that was printed; None: all have.
+    Notes that `lines` has shown are not printed again.  `stopped` says why the sweep ended early:
+    "" if that was printed, None if all trials have run.
     """
     from ampatch.sweep.report.terminal import write_results
 

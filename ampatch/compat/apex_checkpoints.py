@@ -121,4 +121,4 @@ def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any
     return {**state, "state": entries, "param_groups": new_groups}
 
 
-facade.layouts.append(torch_layout)
+facade.checkpoint_readers.append(torch_layout)

@@ -27,11 +27,12 @@ def replacements(
 ) -> list[Replacement]:
     """The replacements.
 
-    `record_wanted_grads(tensors)`: a pass asks for gradients of these; returns whether existing
-    graphs may cast them in one node with other weights.  Then the pass retains the graph: under
-    torch.autocast it would not free the buffers of the others.
-    `pass_begins(tensors)`: a pass from these begins that adds to gradients; returns a function to
-    call at its end, or None.
+    `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass asks for.  It
+    returns whether existing graphs may cast them in one node with other weights.  Such a pass runs
+    through the layers of these other weights too, and must not free their buffers, as it would not
+    under torch.autocast: it retains the graph.
+    `pass_begins(tensors)` is called before a pass from these that adds to gradients.  It returns a
+    function to call after the pass, or None.
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:

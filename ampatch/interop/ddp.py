@@ -2,8 +2,9 @@
 
 `join()` is refused under a dynamic loss scale.
 
-DDP replaces each DTensor by the rank's local tensor, and makes the DTensor anew in every forward.
-It recognizes the local tensors by an attribute, which the half copies of weights lack.
+A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor by the rank's
+local tensor, and makes the DTensor anew in every forward.  It recognizes the local tensors by an
+attribute, which the half copies of weights lack.
 """
 
 from __future__ import annotations

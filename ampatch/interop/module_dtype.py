@@ -3,7 +3,7 @@
 `.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
 Calls that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except
 between kinds of devices where torch makes new parameters, which the optimizer would not have.  All
-calls work on submodules that have come since and that no optimizer has: adapters of peft.
+calls work on submodules added since that no optimizer has, such as adapters of peft.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def _refuse_other_tensor(
     module: nn.Module, title: str, tensor: Tensor, fn: Apply, model: nn.Module
 ) -> None:
     """Raise `AmpatchError` where `fn` changes a dtype, or torch would make a new parameter."""
-    own = tensor.detach()
+    detached = tensor.detach()
     with torch.no_grad():
-        changed = fn(own.new_empty(0))
+        changed = fn(detached.new_empty(0))
     if changed.dtype is not tensor.dtype:
         _refuse(module, title, tensor.dtype, changed.dtype, model)
     is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
-    if is_plain and not keeps_parameter(own, changed):
+    if is_plain and not keeps_parameter(detached, changed):
         raise AmpatchError(
             f"{type(module).__name__} cannot move from {tensor.device} to {changed.device}: torch "
             f"makes new parameters there, and the optimizers of {type(model).__name__} would keep "

@@ -40,10 +40,10 @@ def operators_without_casts(compiled: Any) -> list[str]:
 
 def warn_of_scripted_submodules(managed: ManagedModel) -> None:
     """Warn of TorchScript submodules of a model at O1: nothing in them is cast."""
-    own = type(managed.model).__name__
+    model_name = type(managed.model).__name__
     if managed.policy is not None:
         for name, module in scripted_submodules(managed.model).items():
-            _warn(f"{own}.{name}" if name else own, module)
+            _warn(f"{model_name}.{name}" if name else model_name, module)
 
 
 def _warn(what: str, compiled: Any) -> None:

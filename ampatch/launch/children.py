@@ -18,7 +18,7 @@ from ampatch import auto
 from ampatch.compat import apex
 from ampatch.config import environment
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.log import show_where_nobody_does, shows
+from ampatch.log import show_without_handlers, shows
 
 _IN_CHILD = str(Path(__file__).with_name("in_child.py"))
 
@@ -58,7 +58,7 @@ def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:
 
 def start_child(is_auto: bool, apex_behind: list[str] | None, shows_messages: bool) -> None:
     """Called first in a spawned child; `apex_behind` is its parent's `apex.folders_behind()`."""
-    show_where_nobody_does(shows_messages)
+    show_without_handlers(shows_messages)
     if apex_behind is not None:
         apex.install_before(apex_behind)
     start(is_auto)

@@ -59,11 +59,12 @@ class ConvertedWeights:
                 if buffer.dtype is not torch.float32 or has_statistics(module)
             ]
             for tensor in tensors:
-                own, key = tensor.dtype, id(tensor)
-                if own not in CASTABLE or own is target or key in excluded or key in self.entries:
+                before, key = tensor.dtype, id(tensor)
+                is_known = key in excluded or key in self.entries
+                if is_known or before not in CASTABLE or before is target:
                     continue
                 data = _data.__get__(tensor)
-                self.entries[key] = Converted(tensor, own, data, tensor.grad)
+                self.entries[key] = Converted(tensor, before, data, tensor.grad)
                 memory = (*_memory(data), target)
                 set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:

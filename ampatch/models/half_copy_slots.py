@@ -72,9 +72,10 @@ def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
 
 
 def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
-    """The weights of embeddings with one parameter in one slot; the slots of all others.
+    """The embeddings that look up in their FP32 weight; the slots of all other weights.
 
-    They are large, or get sparse gradients, which the casts of single weights do not take.
+    Their weight is large, or gets sparse gradients, which the cast of a single weight does not
+    take.  It is the module's only parameter, and in no other slot.
     """
     embeddings = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
     slots_in = Counter(id(slot.container) for slot in slots)

@@ -62,9 +62,9 @@ swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueD
 
 def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes of the half copies that models make of a module's weights, by the weights' ids."""
-    own, dtypes = set(map(id, module.parameters())), {}
+    param_ids, dtypes = set(map(id, module.parameters())), {}
     for swapper in list(swappers.values()):
-        dtypes.update(dict.fromkeys(own & swapper.weight_ids(), swapper.dtype))
+        dtypes.update(dict.fromkeys(param_ids & swapper.weight_ids(), swapper.dtype))
     return dtypes
 
 
@@ -136,10 +136,10 @@ class Swap:
         """Swap the same copies in until `call` ends, for a recompute or a backward pass."""
         swapper, half_copies, weight_slots = self.swapper, self.half_copies, self.weight_slots
         assert half_copies is not None
-        own = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
+        swaps = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
         call.swap = again = Swap(swapper)
         again.weight_slots, again.half_copies = weight_slots, half_copies
-        if any(s.is_swapped_in for s in own):  # in a forward here, or in a thread that waits
+        if any(swap.is_swapped_in for swap in swaps):  # in a forward here, or in a waiting thread
             again.is_swapped_in = again.is_nested = True
             return
         swapper.claim_slots(again)

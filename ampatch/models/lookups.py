@@ -72,7 +72,7 @@ class Lookup(dict):
         self.half_copy = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """The half result of `forward`, which is that of the module's class, on the FP32 weight."""
+        """The result, in half, of `forward` (the class's own) with the FP32 weight."""
         if kwargs or len(args) > 1:  # perhaps `per_sample_weights`
             args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
         output = forward(_WithWeight(self.module, self.name, self.parameter), *args, **kwargs)
@@ -85,7 +85,7 @@ class Lookup(dict):
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             if self.half_copy is None:
-                own_node = not self.module.sparse  # which takes no sparse gradient
+                own_node = not self.module.sparse  # an own node takes no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
                     [copy] = half_copies([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None

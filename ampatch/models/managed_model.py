@@ -42,8 +42,8 @@ _SHOWN = 5  # weights named in a warning
 SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """Modules and names of parameters, by the ids of these.
 
-An id comes again when its parameter is gone: compare.  A weak reference to the parameter itself
-would keep torch from swapping it.
+Python reuses the id of a parameter that is gone: compare the parameter in the slot.  A weak
+reference to the parameter itself would make `torch.utils.swap_tensors` refuse it.
 """
 
 
@@ -57,8 +57,8 @@ class OwnSession(Protocol):
 class ManagedModel:
     """A model under one opt level.
 
-    Its forward runs under `policy`: the session's rules at O1, None (no casts) at the other levels;
-    at O2 and O3 `CastState.in_half_models`, if set, stands for None.
+    Its forward runs under `policy`: at O1 the session's tables; at the other levels None, and no
+    call is cast.  Exception: `CastState.in_half_models`, if set, is the policy at O2 and O3.
     Floating inputs are cast to `in_dtype`, outputs to `out_dtype`; None: they are left as they are.
     It is the `Scope` of the model's frame.
     """
@@ -134,9 +134,9 @@ class ManagedModel:
             self._session.promote_mixed_dtypes(self)
 
     def restore_shared(self, shared: Collection[int]) -> set[int]:
-        """Another model wants half copies of these weights (ids): they are FP32 again here too.
+        """Change these weights (ids) back to FP32: another model is to make half copies of them.
 
-        Returns the ids of those that were converted.
+        Returns the ids of those that were half.
         """
         converted = set(self.conversions.entries) & set(shared)
         if converted:
@@ -212,8 +212,8 @@ class ManagedModel:
 
     def _record_slots(self) -> None:
         for module in self.model.modules():
-            own = dict(module.named_parameters(recurse=False))
-            slots = {id(param): (weakref.ref(module), name) for name, param in own.items()}
+            params = dict(module.named_parameters(recurse=False))
+            slots = {id(param): (weakref.ref(module), name) for name, param in params.items()}
             self._initial_slots.update(slots)
             if self.policy is not None:
                 self.slots.update(slots)
@@ -351,11 +351,11 @@ class ManagedModel:
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
-        """An error about dtypes says which tensors are half."""
+        """Add a note to an error about dtypes: which tensors are half, and why."""
         dtype_errors.explain(error, self._why_half(), self._remedy(), self.held_functions.name_of)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call."""
+        """The whole call, where Dynamo traces it."""
         enclosing = (
             enclosing_swap(module) if thread_calls.stack and self.swapper is not None else None
         )
@@ -396,10 +396,11 @@ class ManagedModel:
             state.exit(call)
 
     def warn_of_lost_frame(self, trained: Iterable[Tensor]) -> None:
-        """The script has replaced `forward`, and a block of `scale_loss` begins for `trained`.
+        """Warn once that the model is not cast any more, if its own frame is not called any more.
 
-        Warn once that the casts are gone if the new `forward` does not call the model's frame: if
-        the frame was not called since the last block that trains the model.
+        The script has replaced `forward`, and a `scale_loss` block for the parameters `trained`
+        begins.  The new `forward` may call the frame: then the frame was called since the last
+        block that trains the model.
         """
         if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
             return
@@ -428,7 +429,7 @@ class ManagedModel:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Context manager: a framework runs code around the model, which calls its submodules.
+        """Context manager: a framework runs code outside the forward that calls submodules.
 
         At levels without half weights it changes nothing.
         """

@@ -99,7 +99,7 @@ class ModuleOverride:
         """Nothing: the model around the submodule explains the error."""
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call."""
+        """The whole call, where Dynamo traces it."""
         call = Call()
         call.is_traced = True
         try:
@@ -147,9 +147,9 @@ def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Mo
     names = {key: _named(key, prefix, submodules) for key, _ in rules}
     precision_of: dict[nn.Module, str] = {}
     for name, module in submodules.items():
-        own = {name, *_containers_of(name, submodules)}
+        covered_by = {name, *_containers_of(name, submodules)}
         for key, precision in rules:
-            if own & names[key]:
+            if covered_by & names[key]:
                 precision_of[module] = precision
     return precision_of
 
@@ -170,7 +170,7 @@ def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]
 def precisions(
     model: nn.Module, rules: list[tuple[ModuleKey, str]], properties: Properties
 ) -> tuple[dict[nn.Module, str], StaysFloat]:
-    """The submodules in another precision than their model, with it; which weights stay FP32.
+    """The precisions of submodules that differ from their model's; which modules stay FP32.
 
     Rules name them.  Half models also have InstanceNorm with running statistics (on half input its
     kernel loses updates of these) and the parametrization `orthogonal` (torch has no half kernels

@@ -1,18 +1,19 @@
-"""The `forward` that ampatch puts in a module's instance: its calls' frame while a session is open.
+"""The `forward` that ampatch puts in a module's instance while a session is open: its own frame.
 
 It is a bound method of the module and calls the `forward` of the class.  `model(x)` and
-`model.forward(x)` both run it, and its `try` exits the call, whatever exception passes.  A `Scope`
-says what is done around the call: `ManagedModel`, `ModuleOverride` or `SubmoduleCalls`.  No other
-file knows the attribute `forward`.
+`model.forward(x)` both run it.  So each call has a Python frame of ampatch, whose `try` exits the
+call, whatever exception passes.  A `Scope` says what is done around the call: `ManagedModel`,
+`ModuleOverride` or `SubmoduleCalls`.  No other file knows the attribute `forward`.
 
 A module may have several frames, one around the other.  Deep copies, pickles, scripted modules and
 copies of the attributes have none.  `copy.copy(module)` has frames of its own with the same scopes,
 and a replica of `nn.DataParallel` has those of its module.  If the script sets another `forward`
 later, that stays; it has the casts if it calls the earlier one, as accelerate's does.
 
-torch.compile runs the frame as it is, and compiles what the frame calls.  It compiles the `forward`
-of torch's own modules only within a frame that is not torch's: then it traces the frame, which has
-a code object of its own, since Dynamo compiles one code object a few times only.
+torch.compile runs the frame eagerly, and compiles what the frame calls.  The `forward` of torch's
+own modules is an exception: Dynamo compiles it only as part of a caller that is not torch's, so the
+frame of such a module is traced too.  Dynamo compiles one code object only a few times: that frame
+has a code object of its own.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """A submodule is called.  None: within a forward, or it is a model by itself, or a copy."""
+        """A submodule is called.  None: in a forward, or it is a managed model, or a copy."""
         inputs = self._inputs.get(id(module))
         if (
             inputs is None
@@ -113,7 +113,7 @@ class SubmoduleCalls:
         self._root.on_error(error)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call."""
+        """The whole call, where Dynamo traces it."""
         inputs = self._inputs.get(id(module)) if self._uses_half_copies else None
         if (
             inputs is None

@@ -19,7 +19,7 @@ Names names;
 
 PyObject* compiler = nullptr;  // the module torch.compiler
 
-// True also where it is not known.
+// Whether operations are traced or transformed; true also where this cannot be found out.
 // In Python: `is_recording` of `torch_private/probes.py`.
 bool is_recording() {
   constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
@@ -154,7 +154,7 @@ class Caster {
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }
 
-  // nullptr, with no error set: `WeightCache.cast` must decide.
+  // The forward's copy, found or new.  nullptr, with no error set: `WeightCache.cast` must decide.
   PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
     THPObjectPtr copies(attribute(
         forward_,

@@ -77,8 +77,8 @@ void set_cast_node(variable_list halves, const variable_list& weights) {
 // Half copies of weights, by one node that leads back to all weights, or with `own_nodes` by one for
 // each.  A node runs when it is ready.  If this torch keeps nodes as this code expects, the node is
 // made here: `Function::apply` keeps sizes for the zeros of missing gradients, which are not wanted.
-// `Target` and `Node` are parameters: else a torch that keeps nodes otherwise would compile the
-// first branch too.
+// `Target` and `Node` are template parameters so that the first branch is compiled only where it
+// is taken: it is an error with a torch that keeps nodes otherwise.
 template <typename Target, typename Node>
 variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
   variable_list halves;

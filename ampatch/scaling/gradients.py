@@ -3,7 +3,7 @@
 [Note: states of gradients]
 `Gradients.state` says what the optimizer's parameters have in `.grad`, in torch.amp's words.
 
-    READY      complete gradients in FP32 that no block has brought, or none
+    READY      no gradients, or complete ones in FP32 that come from no block
     SCALED     gradients multiplied by a loss scale: a `scale_loss` block is open (`block`), or
                `delay_unscale` has left them so (`scaled`)
     UNSCALED   complete gradients of blocks: finite, or a step has used their `check`
@@ -64,10 +64,10 @@ class Check:
 
     found_inf: Flag
     scaler: Scaler
-    is_all_reduced: bool  # the flag, over all processes
-    new_found_inf: Flag | None  # the flag of those gradients that have come since the last step
-    includes_used: bool = False  # a step has used some of the gradients before the check
-    is_used: bool = False  # a step has used the gradients since
+    is_all_reduced: bool  # all processes share the flag
+    new_found_inf: Flag | None  # of the gradients since the last step alone; None: there are none
+    includes_used: bool = False  # some gradients are left from an earlier step: see `recheck`
+    is_used: bool = False  # a step has used the flag
 
     def joined(self, before: Check) -> Check:
         """This check and an earlier one of the same gradients, as one."""

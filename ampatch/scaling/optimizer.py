@@ -25,7 +25,7 @@ from .steps import StepCounter, StepReports
 
 Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
-layouts: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
+checkpoint_readers: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
 """Readers of other packages' checkpoints.  Each takes `(state, optimizer, is_in_half)`, and returns
 the state in torch's layout, and parameters with the FP32 values that were saved for them.
 """
@@ -201,13 +201,13 @@ class ManagedOptimizer:
         return result
 
     def _step_in_kernel(self, original: Callable, args: tuple, kwargs: dict, found_inf: Any) -> Any:
-        own = vars(self.optimizer)
+        attributes = vars(self.optimizer)
         try:
-            own.update(found_inf=found_inf, grad_scale=None)
+            attributes.update(found_inf=found_inf, grad_scale=None)
             return original(*args, **kwargs)
         finally:
             for name in ("found_inf", "grad_scale"):
-                own.pop(name, None)
+                attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
         """Record whether this step is skipped; a scheduler must not warn that it was forgotten."""
@@ -229,14 +229,14 @@ class ManagedOptimizer:
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Load a state, also in another of the `layouts`, whose FP32 values go to the weights."""
+        """Load a state, also in a format of `checkpoint_readers`; FP32 values go to the weights."""
         if args:
             state, args = args[0], args[1:]
         else:
             kwargs = dict(kwargs)
             state = kwargs.pop("state_dict")
         values: list[tuple[Tensor, Tensor]] = []
-        for read in layouts:
+        for read in checkpoint_readers:
             state, read_values = read(state, self.optimizer, self.session.computes_in_half)
             values += read_values
         result = original(state, *args, **kwargs)

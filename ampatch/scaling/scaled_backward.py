@@ -151,7 +151,8 @@ class ScaledBackward:
             unscalers = unscalers_among(self._gradients)
             scaled, self.scale = self._scaler.scale(self._loss)
             self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
-            for gradients in reversed(self._gradients):  # what waits scaled is at the same scale
+            # Gradients that `delay_unscale` left scaled are at the same scale: join them.
+            for gradients in reversed(self._gradients):
                 self._scaled = gradients.scaled or self._scaled
             for gradients, params in zip(self._gradients, earlier, strict=True):
                 self._blocks.append(gradients.begin_block(params, self._scaled, unscalers))
@@ -212,14 +213,14 @@ class ScaledBackward:
     def refuse_other_scales(self, passed_blocks: list[ScaledBackward]) -> None:
         """Raise `AmpatchError` unless all blocks in `passed_blocks` have the scale of this one.
 
-        A pass through the scaled losses of those has changed gradients of this block.
+        A pass through their scaled losses has changed gradients of this block.
         """
-        own, scales = float(self.scale), [float(other.scale) for other in passed_blocks]
-        if not scales and own != 1.0:
+        own_scale, scales = float(self.scale), [float(other.scale) for other in passed_blocks]
+        if not scales and own_scale != 1.0:
             raise AmpatchError(_UNSCALED % self._names())
         for scale in scales:
-            if scale != own:
-                raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own))
+            if scale != own_scale:
+                raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own_scale))
         if self._pass_counter is not None:
             self._pass_counter.count += 1
 

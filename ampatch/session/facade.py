@@ -25,7 +25,7 @@ from ..config.opt_levels import Properties
 from ..models.values import map_tensors, tensors_within
 from ..scaling import delayed
 from ..scaling.loss_scaler import Scaler, make_scaler
-from ..scaling.optimizer import ManagedOptimizer, layouts
+from ..scaling.optimizer import ManagedOptimizer, checkpoint_readers
 from ..scaling.optimizers.closures import evaluates_first
 from ..scaling.scaler_entries import load_entries
 from .session import Session, registry
@@ -36,11 +36,11 @@ __all__ = [
     "PatchSet",
     "Scaler",
     "Session",
+    "checkpoint_readers",
     "drop_pending_updates",
     "edit_tables",
     "evaluates_first",
     "in_step",
-    "layouts",
     "listed_function",
     "load_entries",
     "make_scaler",

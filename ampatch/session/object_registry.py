@@ -96,5 +96,5 @@ class ObjectRegistry(Generic[Session]):
 def alive(*entries: Entries[Managed]) -> list[Managed]:
     """The counterparts that are still in use."""
     return [
-        managed for each in entries for ref in list(each.values()) if (managed := ref()) is not None
+        managed for refs in entries for ref in list(refs.values()) if (managed := ref()) is not None
     ]

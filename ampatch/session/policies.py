@@ -49,7 +49,7 @@ class Policies:
         self.cache = self.tables.cache
 
     def policy_of_models(self) -> Policy | None:
-        """What casts in the models: the tables, or nothing."""
+        """The policy of the models' forwards: that of the tables, or None."""
         return self.tables if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
@@ -101,7 +101,7 @@ def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, d
                 return True
         return False
 
-    def touches(args: tuple, kwargs: dict) -> bool:
+    def has_half_or_parameter(args: tuple, kwargs: dict) -> bool:
         for tensor in _tensors(args, kwargs):
             kind = type(tensor)
             dtype = tensor.dtype if kind is Tensor or kind is Parameter else dtype_of(tensor)
@@ -109,7 +109,7 @@ def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, d
                 return True
         return False
 
-    return touches
+    return has_half_or_parameter
 
 
 def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:

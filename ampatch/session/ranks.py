@@ -39,9 +39,9 @@ def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
 
 def _arguments(session: Any) -> str:
     """The arguments of `initialize` that the level does not imply, and the loss scales now."""
-    has = session.properties
-    usual = vars(level(has.opt_level, has.dtype)) | {"opt_level": None, "dtype": None}
-    shown = {name: value for name, value in vars(has).items() if value != usual[name]}
+    properties = session.properties
+    usual = vars(level(properties.opt_level, properties.dtype)) | {"opt_level": None, "dtype": None}
+    shown = {name: value for name, value in vars(properties).items() if value != usual[name]}
     overrides = [*session.overrides.modules, *session.overrides.functions.items()]
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
     shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]

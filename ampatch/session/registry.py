@@ -80,7 +80,7 @@ class Registry(Generic[Session]):
 
     def remove(self, session: Session) -> None:
         """A session closes."""
-        self.sessions = [known for known in self.sessions if known is not session]
+        self.sessions = [other for other in self.sessions if other is not session]
         self.refresh()
 
     def close_empty(self) -> None:
@@ -92,7 +92,7 @@ class Registry(Generic[Session]):
     def close_all(self) -> None:
         """Close every session, newest first; one that fails does not keep the others.
 
-        Raises the errors at the end, when all that could be is restored.
+        Raises the errors at the end, after everything else is restored.
         """
         undo = UndoAll("ampatch.deactivate()")
         for session in list(reversed(self.sessions)):
@@ -105,7 +105,7 @@ class Registry(Generic[Session]):
 
         Raises `AmpatchError` when none is open.
         """
-        session = next((known for known in reversed(self.sessions) if known.is_alive()), None)
+        session = next((each for each in reversed(self.sessions) if each.is_alive()), None)
         if session is None:
             raise AmpatchError(
                 f"{what}: no ampatch session is open. "
@@ -116,7 +116,7 @@ class Registry(Generic[Session]):
 
     def scaling_sessions(self) -> list[Session]:
         """The sessions whose loss scales are in use, newest last: those that have optimizers."""
-        return [known for known in self.sessions if known.is_alive() and known.has_losses()]
+        return [session for session in self.sessions if session.is_alive() and session.has_losses()]
 
     def latest_scaling(self, what: str) -> Session:
         """The last of `scaling_sessions`; without one, the session opened last.
@@ -151,13 +151,13 @@ class Registry(Generic[Session]):
 
     def sessions_of(self, module: nn.Module) -> list[Session]:
         """The enabled sessions that manage weights of a module, or that have no models."""
-        own = set(map(id, module.parameters()))
+        param_ids = set(map(id, module.parameters()))
 
         def manages(session: Session) -> bool:
             if not (session.properties.enabled and session.model_entries):
                 return session.properties.enabled
             models = [managed.model for managed in session.models]
-            return any(not own.isdisjoint(map(id, model.parameters())) for model in models)
+            return any(not param_ids.isdisjoint(map(id, model.parameters())) for model in models)
 
         return list(filter(manages, self.sessions))
 
@@ -168,12 +168,12 @@ class Registry(Generic[Session]):
         return any(managed.has_half_copy(parameter) for managed in self.models())
 
     def restore_shared(self, model: nn.Module) -> None:
-        """Before O2 manages a model: its weights that other models' O3 made half are FP32 again."""
-        own = set(map(id, model.parameters()))
+        """Before O2 manages a model: change its weights back that another model's O3 made half."""
+        param_ids = set(map(id, model.parameters()))
         restored: set[int] = set()
         for managed in self.models():
             if managed.conversions.entries:
-                restored |= managed.restore_shared(own)
+                restored |= managed.restore_shared(param_ids)
         for optimizer in self.optimizers() if restored else ():
             fit_state(optimizer.optimizer, restored)
 
@@ -184,7 +184,7 @@ class Registry(Generic[Session]):
 
         A session whose models and optimizers were all collected ends here.
         """
-        for ended in [known for known in self.sessions if not known.is_alive()]:
+        for ended in [session for session in self.sessions if not session.is_alive()]:
             ended.is_open = False
             self.sessions.remove(ended)
         # Asked once: a session's models may be collected while this runs, and its policy with them.

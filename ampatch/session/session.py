@@ -196,7 +196,8 @@ class Session:
 
     def release(self, obj: Any) -> None:
         """Manage a model or an optimizer no longer."""
-        entries: Entries[Any] = next((each for each in self._entries if id(obj) in each), {})
+        holding = (entries for entries in self._entries if id(obj) in entries)
+        entries: Entries[Any] = next(holding, {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
             changed = managed.converted_ids()

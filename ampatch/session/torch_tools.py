@@ -104,13 +104,13 @@ class TorchTools:
             *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
             # writes that raise no version
             *tensor_methods.data(_on_data_access),
-            # it compiles the classes' forwards, and warns: TorchScript makes no casts
+            # TorchScript compiles the forwards of the classes, and warns that it casts nothing
             *torchscript.replacements(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.custom_functions(state),
-            # weights asked for by autograd.grad, backward(inputs=...) have nodes of their own, and
-            # scale_loss blocks look on
+            # autograd.grad and backward(inputs=...): weights named there get nodes of their own;
+            # scale_loss blocks check the passes that run in them
             *backward_passes.replacements(self._record_wanted_grads, pass_begins),
             # operators with a kernel for autocast run inside torch's own
             *autocast_kernels.replacements(state),
@@ -131,10 +131,10 @@ class TorchTools:
 
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
-        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        tensor_ids = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for managed in self._members.models():
             tensors = (*managed.model.parameters(), *managed.model.buffers())
-            if not own.isdisjoint(map(id, tensors)):
+            if not tensor_ids.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
 

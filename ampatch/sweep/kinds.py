@@ -91,12 +91,12 @@ class Kind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether levels are applied from outside: nothing says which module is the model."""
+        """Whether it is plain PyTorch: no line names the model; levels are applied from outside."""
         return self.name in (TORCH_AMP, NO_AMP)
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether the script is known to call no `initialize` itself."""
+    def lacks_initialize(self) -> bool:
+        """Whether the script calls no `initialize` itself; False while that is not known."""
         return self.name not in ("", AMPATCH)
 
     def line(self, settings: Sequence[str]) -> str:

@@ -74,7 +74,7 @@ def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
 
 def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
     """The baseline in each half dtype, or the script as it is."""
-    if not kind.is_foreign:
+    if not kind.lacks_initialize:
         return [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
     return [Case(AUTOCAST, "+".join(kind.dtypes), engine=AS_IT_IS)] if kind.places else []
 

@@ -1,6 +1,6 @@
-"""torch's own autocast in this thread: asked and switched by torch's original functions.
+"""torch's own autocast in this thread: its state, its switches, and which modules of torch ask.
 
-These were bound at the import, before any replacement.  And: which of torch's modules ask for it.
+All by torch's original functions, which were bound at the import, before any replacement.
 """
 
 from __future__ import annotations

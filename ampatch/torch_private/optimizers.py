@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .lookup import of_torch
 from .probes import is_profiling
 
-_UNKNOWN = {0: None}  # one hook that is nobody's
+_UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: as if one were set
 _WHEN = ("pre", "post")
 _FOR_ALL = [
     of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
@@ -59,12 +59,12 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
     if (
         CODE_AROUND_STEPS is None
         or getattr(function, "__code__", None) is not CODE_AROUND_STEPS
-        or original.__self__ is not optimizer  # but one that it wraps
+        or original.__self__ is not optimizer  # of an optimizer inside it
         or is_profiling()
     ):
         return None
-    own = [getattr(optimizer, name, _UNKNOWN) for name in _OWN]
-    for hooks in (*_FOR_ALL, *own):
+    of_optimizer = [getattr(optimizer, name, _UNKNOWN) for name in _OWN]
+    for hooks in (*_FOR_ALL, *of_optimizer):
         for hook in hooks.values():
             if type(hook) is not _Notify:
                 return None

@@ -18,11 +18,11 @@ PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 class Answer:
     """The content of `tune.json`.
 
-    `outcome` is "passes" (the level needs nothing), "cured" (`needed` brings it back), "no cure"
-    (not even all modules in FP32 and the `settings_tried` do), or "undecided": the candidates were
-    used up before one passed, or the seeds were too few to show that the level, or what is in
-    `needed`, trains as O0 does: `not_shown`.  `speeds` are medians relative to O0, of the "level"
-    and the "cure"; `paces` says what the machine tells of them.
+    `outcome` is "passes" (the level trains as O0 does), "cured" (it does with `needed`), "no cure"
+    (not even with all modules in FP32 and the `settings_tried`), or "undecided".  That is: no
+    candidate passed within their limit, or too few seeds ran to show that the level, or the cure,
+    trains as O0 does; then `not_shown` says what is missing.  `speeds` are medians
+    relative to O0, of the "level" and the "cure"; `paces` are the verdicts on them, as text.
     """
 
     script: str
@@ -37,9 +37,9 @@ class Answer:
     is_smallest: bool = True
     candidates: int = 0
     failure: str = ""  # how the level itself failed, where nothing cures it
-    unseen: float | None = None  # the smallest difference in what is judged that would be seen
+    unseen: float | None = None  # the smallest difference that the trials would have shown
     judged: str = ""
-    not_shown: str = ""  # what the seeds do not show about a level or cure that no test refuses
+    not_shown: str = ""  # of a level or cure that passed: what too few seeds leave open
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)

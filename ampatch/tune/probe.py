@@ -25,7 +25,7 @@ from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import has_forward
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Call, HalfMode, RefusedInHalf, Sample
+from ampatch.tune.shadow import HalfMode, ModuleCall, RefusedInHalf, Sample
 
 SAMPLES = 4  # calls compared for each module
 HEADROOM = 16  # by which gradients of weights may exceed those of outputs
@@ -103,7 +103,7 @@ class Probe:
         self._watched: list[_Watched] = []
         self._turns: Iterator[_Watched] = iter(())
         self._modules_per_step = 0
-        self._calls: list[tuple[_Watched, Call]] = []
+        self._calls: list[tuple[_Watched, ModuleCall]] = []
         self._hooks: list[Any] = []
         self._largest = 0.0  # gradient so far; the loss scale must keep it in range
 
@@ -143,7 +143,7 @@ class Probe:
 
     def _hook(self, watched: _Watched, module: nn.Module) -> list[Any]:
         """Record the first call of a module in a training step."""
-        running: deque[Call] = deque()
+        running: deque[ModuleCall] = deque()
         done = False
 
         @torch.compiler.disable
@@ -155,7 +155,7 @@ class Probe:
             done = True
             is_leaf = not any(True for _ in module.children())
             try:
-                running.append(Call(module, args, kwargs, is_leaf))
+                running.append(ModuleCall(module, args, kwargs, is_leaf))
             except Exception as error:  # of any class that cannot be copied
                 watched.trouble = f"it cannot be copied: {error}"
 

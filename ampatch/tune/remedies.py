@@ -1,7 +1,7 @@
 """Remedies for a level that does not train as O0: a module in FP32, or one of three settings.
 
-The settings come first.  If the cause is in no module, a setting alone passes, and no module is
-blamed that FP32 weights seem to cure (Adam's eps is 0 in float16).
+The settings come first.  A cause that is in no module is then cured by a setting alone.  Otherwise
+FP32 weights would seem to cure it, and a module would be blamed (Adam's eps is 0 in float16).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def possible(findings: Findings, properties: Mapping[str, str], half: str) -> li
 def overrides(chosen: Iterable[Remedy], paths: Sequence[str]) -> dict[str, str]:
     """The modules among the remedies as `overrides` of `initialize`, by globs over all `paths`."""
     modules = [remedy.name for remedy in chosen if not remedy.is_setting]
-    return dict.fromkeys(shortest(modules, paths), "float")
+    return dict.fromkeys(globs_for(modules, paths), "float")
 
 
 def settings(chosen: Iterable[Remedy]) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
     return call
 
 
-def shortest(chosen: Iterable[str], everything: Iterable[str]) -> list[str]:
-    """Globs that match each path in `chosen`, and of `everything` only these and their submodules.
+def globs_for(chosen: Iterable[str], all_paths: Iterable[str]) -> list[str]:
+    """Globs that match each path in `chosen`, and of `all_paths` only these and their submodules.
 
     In globs of `initialize(overrides=...)` `*` matches any text, dots too.  Paths that differ only
     in numbers share a glob if it matches no other path; otherwise each module has its own path.
     """
-    modules, paths, globs = set(chosen), set(everything), set()
+    modules, paths, globs = set(chosen), set(all_paths), set()
     prefixes = tuple(f"{path}." for path in modules)
     allowed = {path for path in paths if f"{path}.".startswith(prefixes)}
     for path in modules:

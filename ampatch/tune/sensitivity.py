@@ -65,9 +65,9 @@ def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
     Modules that cannot run in half come first, modules without a measurement last.
     """
 
-    def key(of: Sensitivity) -> tuple:
-        is_known = of.is_refused or bool(of.samples)
-        depth = of.path.count(".")
-        return not is_known, -of.error, not of.is_refused, -of.overflow, -depth, of.path
+    def key(module: Sensitivity) -> tuple:
+        is_known, depth = module.is_refused or bool(module.samples), module.path.count(".")
+        sizes = -module.error, not module.is_refused, -module.overflow, -depth
+        return not is_known, *sizes, module.path
 
     return sorted(modules, key=key)

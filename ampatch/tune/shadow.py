@@ -65,8 +65,8 @@ class Sample:
         return max(self.output, self.gradient or 0.0)
 
 
-class Call:
-    """A call that is about to be made, and later the gradients of its outputs.
+class ModuleCall:
+    """One call of a module, recorded before it runs; later also the gradients of its outputs.
 
     Raises what `copy.deepcopy` raises for a module that cannot be copied.
     """

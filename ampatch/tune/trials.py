@@ -54,10 +54,10 @@ class Trials:
 
     def __init__(self, task: Task, seeds: int, resume: bool, overwrite: bool) -> None:
         self._task = task
-        self.seeds, self.few = seeds, (seeds + 1) // 2
+        self.seeds, self.search_seeds = seeds, (seeds + 1) // 2
         self._margin = Margin.of(task.options.get("margin"))
         self._cases = [BASE, task.level]
-        self.with_all_seeds: set[Case] = set()  # O0 and rows that passed with few seeds
+        self.with_all_seeds: set[Case] = set()  # O0 and rows that passed the search
         self.runs: list[Run] = []
         self._sweep = self._extended_sweep(resume, overwrite)
 
@@ -86,12 +86,12 @@ class Trials:
         return row_of(case, self.runs, judge, better, self._margin)
 
     def confirmed(self, case: Case, label: str) -> Row:
-        """The row of a case, run with all seeds if it passes with few."""
+        """The row of a case, run with all seeds if it passes with `search_seeds`."""
         row = self.row(case)
         if not passes(row):
             return row
-        more = self.seeds - self.few
-        self._task.say(f"{label} passes with {self.few} seeds; now {more} more run")
+        more = self.seeds - self.search_seeds
+        self._task.say(f"{label} passes with {self.search_seeds} seeds; now {more} more run")
         self.with_all_seeds |= {BASE, case}
         return self.row(case)
 
@@ -105,12 +105,12 @@ class Trials:
         return {name: str(value) for name, value in properties.items()}
 
     def _extended_sweep(self, resume: bool, overwrite: bool = False) -> Sweep:
-        few = set(self._cases) - self.with_all_seeds
+        unconfirmed = set(self._cases) - self.with_all_seeds
         return self._task.sweep(
             self._cases,
             self._task.directory,
             self._task.options,
-            fewer_seeds=dict.fromkeys(few, self.few),
+            fewer_seeds=dict.fromkeys(unconfirmed, self.search_seeds),
             files=(ANSWER, OVERRIDES),
             rounds=1,
             fail_fast=True,

@@ -33,7 +33,7 @@ from ampatch.tune.verdict import passes, reason
 
 DTYPE, PROBE_STEPS = "float16", 100
 SEEDS = 6  # to test the answer; half of them search for candidates
-LEAST_SEEDS = 4  # then the search has two, as a test needs
+LEAST_SEEDS = 4  # half of them search, and a test needs two
 SPEED = "speed"  # the directory of the timing
 _NOT_FOR_SPEED = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
 
@@ -100,7 +100,7 @@ class Tuning:
         self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
         self._max_candidates: int | None = own.get("candidates")
         self._rounds: int = own.get("rounds", ROUNDS)
-        self._confirms_all = False  # with all seeds: each candidate that passes, or the answer
+        self._confirms_all = False  # with all seeds: each candidate that passes, or the answer only
         self._paths: Sequence[str] = ()
         self._tried = 0
         self._resumes = resume
@@ -114,7 +114,8 @@ class Tuning:
         row = self._trials.confirmed(self._level, self._level.label)
         if passes(row):
             return self._finish(PASSES, SearchResult((), True, True, 0), row, Findings(), {})
-        self._confirms_all = self._level in self._trials.with_all_seeds  # it passed with few
+        # Then it passed with `search_seeds`, which are too few here.
+        self._confirms_all = self._level in self._trials.with_all_seeds
         self._task.say(f"{self._level.label} fails: {reason(row)}")
         probed = findings(self._task, self._trials, self._probe_steps)
         self._paths = probed.paths
@@ -136,7 +137,8 @@ class Tuning:
         If it fails with all seeds, few seeds are not enough for this script: then the search is
         made again, and each candidate that passes is confirmed.
         """
-        few, confirmed = self._trials.few, "if it passes," if self._confirms_all else "the answer"
+        few = self._trials.search_seeds
+        confirmed = "if it passes," if self._confirms_all else "the answer"
         self._task.say(
             f"{len(possible)} modules and settings to try, in at most {limit} candidates. A "
             f"candidate runs with {few} seeds, {confirmed} with {self._trials.seeds}."

@@ -13,7 +13,7 @@ from ampatch.config.opt_levels import properties_for
 from ampatch.config.overrides import named
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
-from ampatch.tune.remedies import Remedy, case, line, possible, shortest
+from ampatch.tune.remedies import Remedy, case, globs_for, line, possible
 from ampatch.tune.sensitivity import Findings, Sensitivity
 from ampatch.tune.shadow import Sample
 
@@ -122,14 +122,14 @@ PLACES = [
     ),
 )
 def test_numbers_are_left_open_where_that_names_no_other(chosen, globs):
-    assert shortest(chosen, PLACES) == globs
+    assert globs_for(chosen, PLACES) == globs
 
 
 def test_globs_match_what_was_chosen_and_nothing_outside_it():
     choose = random.Random(0)
     for _ in range(200):
         chosen = choose.sample(PLACES, choose.randint(1, 9))
-        globs = shortest(chosen, PLACES)
+        globs = globs_for(chosen, PLACES)
         matched = set().union(*(named(glob, PLACES) for glob in globs))
         assert matched >= set(chosen)
         for path in matched:

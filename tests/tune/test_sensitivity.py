@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ampatch
 from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.shadow import Call, HalfMode
+from ampatch.tune.shadow import HalfMode, ModuleCall
 
 
 class Hot(nn.Module):
@@ -178,17 +178,17 @@ def test_every_module_that_computes_has_its_samples(findings):
 
 def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
     """A module may wait for the other ranks; a file that two write at once is an error in one."""
-    compared, compare = [], Call.compare
-    monkeypatch.setattr(Call, "compare", lambda *of: compared.append(of) or compare(*of))
+    compared, compare = [], ModuleCall.compare
+    monkeypatch.setattr(ModuleCall, "compare", lambda *of: compared.append(of) or compare(*of))
     _, findings = trained(tmp_path, writes=False)
     assert findings is None and len(compared) > 30 and not list(tmp_path.iterdir())
 
 
 def test_copies_are_kept_of_the_modules_whose_turn_it_is_alone(tmp_path, monkeypatch):
     """One in a step where the steps are many."""
-    watch, compare, done = Call.watch, Call.compare, []
-    monkeypatch.setattr(Call, "watch", lambda *of: done.append("kept") or watch(*of))
-    monkeypatch.setattr(Call, "compare", lambda *of: done.append("compared") or compare(*of))
+    watch, compare, done = ModuleCall.watch, ModuleCall.compare, []
+    monkeypatch.setattr(ModuleCall, "watch", lambda *of: done.append("kept") or watch(*of))
+    monkeypatch.setattr(ModuleCall, "compare", lambda *of: done.append("compared") or compare(*of))
 
     def most_kept(steps):
         done.clear()
@@ -228,7 +228,7 @@ def test_bfloat16_has_the_range_and_fewer_bits(tmp_path, findings):
 def test_gradients_arrive_in_a_reentrant_checkpoint_too():
     """Its backward pass runs inside another."""
     layer, before, calls = nn.Linear(4, 4), nn.Linear(4, 4), []
-    layer.register_forward_pre_hook(lambda _, args: calls.append(Call(layer, args, {}, True)))
+    layer.register_forward_pre_hook(lambda _, args: calls.append(ModuleCall(layer, args, {}, True)))
     layer.register_forward_hook(lambda *call: calls[-1].watch(call[-1]))
     checkpoint(layer, before(torch.randn(3, 4)), use_reentrant=True).sum().backward()
     assert [call.largest_gradient for call in calls] == [0.0, 1.0]
@@ -291,7 +291,7 @@ def test_a_module_that_does_not_run_twice_says_so_and_is_not_taken_for_the_cause
 
     module, x = Once(4, 4), torch.randn(3, 4)
     module(x)
-    call = Call(module, (x,), {}, as_group=True)
+    call = ModuleCall(module, (x,), {}, as_group=True)
     with pytest.raises(RuntimeError, match="^once"):
         call.compare(HalfMode(torch.float16))
 
@@ -301,7 +301,7 @@ def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
     module, x = nn.utils.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)
     module(x)
     assert not module.weight.is_leaf  # which deepcopy refuses
-    call = Call(module, (x,), {}, as_group=True)
+    call = ModuleCall(module, (x,), {}, as_group=True)
     call.watch(module(x))
     assert 0 < call.compare(HalfMode(torch.float16)).output < 2e-3
 

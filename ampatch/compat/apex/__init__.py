@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError, observe
 
-from ...log import logger, show_where_nobody_does, shows
+from ...log import logger, show_without_handlers, shows
 from ...session import facade as engine
 from . import (
     amp,
@@ -96,7 +96,7 @@ def install(force: bool = False) -> None:
     else:
         logger.warning(other.message_of_replacement())
         install_before(other.folders)
-    show_where_nobody_does(True)  # as apex printed
+    show_without_handlers(True)  # as apex printed
 
 
 def install_unless_real() -> None:
@@ -104,13 +104,13 @@ def install_unless_real() -> None:
     other, were_shown = behind.find(), shows()
     if other is None or not other.stays:
         install()
-        show_where_nobody_does(were_shown)
+        show_without_handlers(were_shown)
 
 
 def import_instead() -> None:
     """Called by the package of `ampatch apex-path`: import our apex, or the other one."""
     install_unless_real()
-    show_where_nobody_does(True)
+    show_without_handlers(True)
     with behind.without_folder():
         importlib.import_module("apex")
 
@@ -146,7 +146,7 @@ def install_before(folders: Sequence[str]) -> None:
             cleaner.on_close(session)
         stop_observing()
         engine.edit_tables([])
-        show_where_nobody_does(False)
+        show_without_handlers(False)
 
     finder.stop = stop
 

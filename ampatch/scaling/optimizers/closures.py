@@ -1,4 +1,4 @@
-"""`optimizer.step(closure)`: the closure has the loss computed, and its gradients.
+"""`optimizer.step(closure)`: the closure computes the loss and its gradients.
 
 torch's own optimizers except LBFGS evaluate the closure once, before they move a weight: the same
 as the closure and then `step()`.  Other optimizers call it when and as often as they want, maybe at

@@ -32,8 +32,8 @@ SHORT_RUN_SECONDS = 3.0  # of training; a short run only measures time
 MIN_SHORT_STEPS = 24  # in a short run; a quarter is the warm-up
 MIN_TIMED_STEPS = 6  # where only O0 has a whole run: the first has no time, the second warms up
 _USABLE = 0.95  # share of the budget; the rest is between the runs
-_THIRD_SEED_OVERRUN = 1.25  # times the budget, once the second seed has begun
-_SMALLEST_OVERRUN = 1.1  # times the smallest size: whole runs of tiny models cost no more
+_THIRD_SEED_OVERRUN = 1.25  # times the budget that three seeds may take after two have begun
+_SMALLEST_OVERRUN = 1.1  # times the smallest size's time: a size that takes less always fits
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
@@ -64,7 +64,8 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
 class PlanSize:
     """The seeds of each row and the rounds of timing.  With `seeds` 0 only O0 has a whole run.
 
-    Without `all_rows` O3 does not run beside two other rows.  `again`: O0 runs twice in a round.
+    With `all_rows` False O3 is left out where two other rows run.  `again`: O0 runs twice in a
+    round.
     """
 
     seeds: int
@@ -74,8 +75,8 @@ class PlanSize:
 
     def rows(self, rows: Sequence[Case]) -> Sequence[Case]:
         """Those of `rows` that run."""
-        first = [row for row in rows if row.opt_level != "O3"]
-        return rows if self.all_rows or len(first) < 2 else first
+        without_o3 = [row for row in rows if row.opt_level != "O3"]
+        return rows if self.all_rows or len(without_o3) < 2 else without_o3
 
     def trials(
         self, rows: Sequence[Case], ended: Collection[Trial] = (), **others: Any
@@ -190,9 +191,9 @@ def choose_size(
 ) -> PlanSize:  # fmt: skip
     """The best size that takes `minutes` at most, or hardly longer than the smallest size.
 
-    If a row other than O0 has run a second or later seed, all rows run it: half a round compares
-    nothing.  The third seed then follows if it takes a quarter more than the budget at most,
-    because two seeds test nothing.
+    If a row other than O0 has begun a second or later seed, all rows run that seed: half a round
+    compares nothing.  Two seeds test nothing, so a third one follows even if the sweep then takes
+    up to a quarter longer than the budget.
     """
     whole = (trial for trial in ended if not trial.short and trial.case != BASE)
     begun = max((trial.seed + 1 for trial in whole), default=0)

@@ -194,7 +194,7 @@ class _Training:
             return
         is_base = case.opt_level == BASE.opt_level
         automatic = script.is_plain and not is_base
-        if is_base or script.is_foreign:
+        if is_base or script.lacks_initialize:
             self.off.install()
         children.start(automatic)
         if self._probe is not None:

@@ -63,7 +63,7 @@ def _hint(run: Run, kind: Kind) -> str:
     """Why a run of a script of this kind may have taken no step."""
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
-    is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.is_foreign)
+    is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.lacks_initialize)
     return f" {kind.needs}.{_UNKNOWN}" if is_unknown else _MAY_RESUME
 
 

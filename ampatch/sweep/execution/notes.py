@@ -121,9 +121,9 @@ def _seed_note(
     Two runs show whether a seed of the script depends on the trial's; one run does not.
     """
     bases = [run for run in runs if run.case == BASE and not run.trial.short and run.measured]
-    own = [run.measured.own_seed for run in bases if run.measured.own_seed]
+    own_seeds = [run.measured.own_seed for run in bases if run.measured.own_seed]
     if not seeds_matter(bases):
-        where = f" ({own[0]})" if own else ""
+        where = f" ({own_seeds[0]})" if own_seeds else ""
         return (
             f"The seed does not reach the script{where}: O0 gives the same with each seed, so "
             f"accuracy is not tested. {_PASS_ON}."
@@ -131,13 +131,13 @@ def _seed_note(
     is_passed_on = any("{seed}" in argument for argument in arguments)
     others = [run.trial.seed for run in bases if not run.measured.own_seed]
     # A call with the trial's own seed is not recorded, such as `random.seed(0)` with seed 0.
-    is_same = bool(others) and all(f"({seed})" in own[0] for seed in others) if own else False
-    is_constant = len(set(own)) == 1 and (len(own) > 1 or is_same or not is_passed_on)
+    is_same = bool(own_seeds and others) and all(f"({n})" in own_seeds[0] for n in others)
+    is_constant = len(set(own_seeds)) == 1 and (len(own_seeds) > 1 or is_same or not is_passed_on)
     if options.override_seeds or not is_constant:
         return ""
     return (
-        f"{script} seeds itself: {own[0]}. What it draws after that does not depend on the seed of "
-        f"the sweep. {_PASS_ON}."
+        f"{script} seeds itself: {own_seeds[0]}. What it draws after that does not depend on the "
+        f"seed of the sweep. {_PASS_ON}."
     )
 
 
@@ -145,7 +145,7 @@ def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
     """Where the script enters torch.autocast beside its `initialize`."""
     measured = (run.measured for run in runs if run.measured is not None)
     lines = list(dict.fromkeys(line for record in measured for line in record.autocast_off))
-    if not lines or kind.is_foreign:
+    if not lines or kind.lacks_initialize:
         return ""
     return (
         f"{script} enters torch.autocast itself ({', '.join(lines)}). At O0 these regions are "

@@ -53,11 +53,11 @@ class Plan:
         rows = self._rows()  # raises before anything is measured
         self._minutes = self._budget(rows)
         in_half = any(case.dtype in DTYPES for case in rows)
-        is_open = options.dtypes is None and options.rows is None
+        chooses_dtypes = options.dtypes is None and options.rows is None
         self._half = HalfSpeeds(recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {})))
-        if in_half and not self._half.lowest and (is_open or self._minutes is not None):
+        if in_half and not self._half.lowest and (chooses_dtypes or self._minutes is not None):
             self._half = measure_half_dtypes()
-        if in_half and is_open:
+        if in_half and chooses_dtypes:
             self.dtypes = recorded.get("dtypes") or self._half.fast
         self._timings: Timings | None = None
         self._ended: Collection[Trial] = ()
@@ -70,7 +70,7 @@ class Plan:
         return max(1, self.chosen.seeds)
 
     def replan(self, runs: Sequence[Run]) -> bool:
-        """Choose the size anew, by all runs; whether users should be told of the new plan."""
+        """Choose the size anew, by all runs; returns whether to tell the user of the new plan."""
         before = self._timings, self.chosen.tests_accuracy(self.wanted)
         self._timings = Timings.of(runs, self._half.lowest)
         self._ended = {run.trial for run in runs}
@@ -83,9 +83,10 @@ class Plan:
         return is_first or before[1] != self.chosen.tests_accuracy(self.wanted)
 
     def size_note(self) -> str:
-        """What is planned and left out; "" before the first run of O0, and where it means nothing.
+        """What is planned, and what is left out for the budget.
 
-        It does not for chosen rows, and for trials that run side by side.
+        "" before the first run of O0, for rows that the caller chose, for a single row, and for
+        trials that run side by side.
         """
         is_part = self._options.rows is not None or self._options.side_by_side
         if self._timings is None or is_part or len(self.cases) == 1:

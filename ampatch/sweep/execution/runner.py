@@ -83,12 +83,12 @@ class Runner:
     program: Program
     arguments: Sequence[str]
     directory: Path  # for the files of the runs
-    steps: int | None = None  # after which it is ended, unless its arguments hold `{steps}`
+    steps: int | None = None  # after which the script is ended, unless it gets them: `{steps}`
     metrics: Mapping[str, str] | None = None  # regular expressions over its output
     timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # the script's
     override_seeds: bool = False  # the script's own seeds depend on the trial's
-    processes: int | None = None  # torchrun starts so many for each trial
+    processes: int | None = None  # of each trial, started by torchrun; None: one, without it
     probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
     in_copy: bool = False  # each trial runs in a copy of the current folder
 
@@ -96,7 +96,7 @@ class Runner:
         """Run the script in a process of its own, and write what it measured to a file.
 
         The child and the processes it starts end with this call, also after an exception,
-        and also when this process is killed.  Raises `Cancelled` if `control` was.
+        and also when this process is killed.  Raises `Cancelled` if `control` was cancelled.
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
@@ -147,7 +147,7 @@ class Runner:
     def _child(
         self, trial: Trial, files: RunFiles, placement: Placement, control: TrialControl
     ) -> Iterator[subprocess.Popen[bytes] | Forked]:
-        """The running child; at the end of the block it and all it started are ended.
+        """The running child; the end of the block ends it, and every process that it started.
 
         The child has a session of its own, so that one signal reaches the processes it
         starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
@@ -158,7 +158,7 @@ class Runner:
         child: subprocess.Popen[bytes] | Forked | None = None
         try:
             with files.log.open("wb") as log:
-                # Integrations must be imported before their frameworks.
+                # A framework's script starts cold: the integration must be imported first.
                 warm = control.warm
                 is_warm = warm is not None and guard is not None and not self.in_copy
                 if is_warm and self.kind.name != FRAMEWORK:

@@ -41,7 +41,7 @@ class Coordinator:
         self._plan, self._collected, self._directory = plan, collected, directory
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
-        self._start, self._is_long = 0.0, False
+        self._start, self._has_said_long = 0.0, False
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
@@ -69,11 +69,11 @@ class Coordinator:
         for event in schedule.run(engine):
             if self._shows_kind(event):
                 schedule.set_queues(*self._queues())
-                if self._plan.kind.is_foreign:
+                if self._plan.kind.lacks_initialize:
                     display.said(kind_note(str(self._program), self._options, self._plan))
             self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
-                schedule.set_queues(*self._queues())  # nothing else has been submitted, and waits
+                schedule.set_queues(*self._queues())  # no submitted trial waits to run
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
@@ -128,9 +128,9 @@ class Coordinator:
 
     def _say_if_long(self, display: Progress) -> None:
         """Say once that the first run alone takes longer than the whole sweep may."""
-        is_first = not (self._collected.runs or self._is_long)
+        is_first = not (self._collected.runs or self._has_said_long)
         if is_first and self._plan.is_over(time.monotonic() - self._start):
-            self._is_long = True
+            self._has_said_long = True
             display.said(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "
                 "--steps N ends each run after N steps."

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     """Import these modules; returns why a forked process would differ from a cold one, or "".
 
-    `variables` are those that a cold run had set at its end.
+    `variables` are the environment variables that a cold run had set when it ended.
     """
     before = dict(os.environ)
     known = set(sys.modules)

@@ -60,10 +60,10 @@ class StepTimes:
             return {}
         self._read(len(self._unread_moments))
         [(optimizer, _)] = self._steps.most_common(1)
-        own = [number for number, end in enumerate(self._ends) if end.optimizer == optimizer]
+        indices = [index for index, end in enumerate(self._ends) if end.optimizer == optimizer]
         wall: list[float | None] = [None]
         cpu: list[float | None] = [None]
-        for earlier, later in itertools.pairwise(own):
+        for earlier, later in itertools.pairwise(indices):
             before, after = self._ends[earlier], self._ends[later]
             paused = before.pauses != after.pauses
             wall.append(None if paused else round(sum(self._seconds[earlier:later]), 9))

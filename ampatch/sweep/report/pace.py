@@ -1,10 +1,11 @@
 """The verdict on speed: which rows are faster or slower than O0 by more than the noise.
 
-The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0 itself:
-its reach is the factor by which the speed of O0's second run in a round, relative to the first,
-departs from 1.00 in either direction.  If O0 ran only once in each of three rounds or more, its
-speed from round to round is taken: then a row as fast as O0 is called faster in 2 % of sweeps, with
-two rounds in 10 % (simulated, noise of 2 to 30 %).  One round shows nothing.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0 itself.
+In each round O0 runs twice, and the speed of its second run relative to the first should be 1.00.
+The reach of O0 is the factor by which these speeds depart from 1.00, up or down.  If O0 ran only
+once in a round, but in three rounds or more, each round's run is compared with the next one's.
+Then a row as fast as O0 is called faster in 2 % of sweeps, with two rounds in 10 % (simulated,
+noise of 2 to 30 %).  One round shows nothing.
 """
 
 from __future__ import annotations

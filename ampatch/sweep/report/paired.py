@@ -21,7 +21,7 @@ from pandas import Series
 LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8
-TESTED = 3  # seeds: they show .93 of equal rows to be equal, two seeds .37 (simulated)
+TESTED = 3  # seeds that a test needs: .93 of equal rows pass it, with two .37 (simulated)
 SAME = 1e-9  # relative to the values: differences with less scatter count as constant
 
 

@@ -181,8 +181,8 @@ def _draw_differences(axes: Any, results: Results, deviations: dict[str, DataFra
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(axes.get_ylim())  # the scatter of O0 sets no limits
     if BASE.label in deviations:
-        own = deviations[BASE.label]
-        axes.fill_between(own.x, own.low, own.high, color="#8c8c8c", alpha=0.35, lw=0, zorder=0)
+        base = deviations[BASE.label]
+        axes.fill_between(base.x, base.low, base.high, color="#8c8c8c", alpha=0.35, lw=0, zorder=0)
 
 
 def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
@@ -251,11 +251,11 @@ def differences(losses: DataFrame) -> DataFrame:
     at = ["seed", "n", "step"]
     base = losses[losses.row == BASE.label]
     both = losses.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
-    own = both.row == BASE.label
-    both.loc[own, "reference"] = both[own].groupby("n").loss.transform("mean")
+    is_base = both.row == BASE.label
+    both.loc[is_base, "reference"] = both[is_base].groupby("n").loss.transform("mean")
     reference = both.reference.abs().replace(0, math.nan)
     both = both.assign(loss=100 * (both.loss - both.reference) / reference)
-    return both if base.seed.nunique() > 1 else both[~own]
+    return both if base.seed.nunique() > 1 else both[~is_base]
 
 
 def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:

@@ -175,9 +175,10 @@ def _remedy(quantity: Comparison) -> str:
 
 
 def _seeds_for(judged: Comparison) -> int | None:
-    """The number of seeds with which the interval of such differences would end in the margin.
+    """How many seeds would end the confidence interval within the margin; None: too many.
 
-    That is as likely as a test finds a difference of the distance to the margin.
+    If further differences scatter as these do, that many seeds succeed with the probability `POWER`
+    of the tests.
     """
     room = judged.matters - (judged.difference if judged.better == "lower" else -judged.difference)
     numbers = range(judged.n + 1, MOST_SEEDS + 1)
@@ -186,10 +187,11 @@ def _seeds_for(judged: Comparison) -> int | None:
 
 def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:
     """The row with most FP32; of equal ones the script's own kind of AMP, then the fastest."""
-    own = "autocast" if kind.is_foreign else "O1"
+    own_level = "autocast" if kind.lacks_initialize else "O1"
 
     def order(row: Row) -> tuple[int, bool, float]:
-        return _IN_HALF[_level(row)], _level(row) != own, -(row.decisive.median if row.pace else 0)
+        speed = row.decisive.median if row.pace else 0
+        return _IN_HALF[_level(row)], _level(row) != own_level, -speed
 
     return min(rows, key=order)
 

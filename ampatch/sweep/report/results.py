@@ -56,9 +56,9 @@ class Comparison:
     standard deviation of these differences, `low` to `high` the 95 % confidence interval of
     `difference` (of this row by itself).  `p` is the two-sided probability by the paired t
     test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that the
-    test would have found with probability 80 %, and `matters` the smallest one that does, by
-    `--margin`.  `outcome` is "within", "better", "worse", "small" (worse by less than matters),
-    "different" (which way is better is not known) or "untested"; `untested` says why.
+    test would have found with probability 80 %.  `matters` is the margin: a smaller difference does
+    not matter (`--margin`).  `outcome` is "within", "better", "worse", "small" (worse by less than
+    the margin), "different" (which way is better is not known) or "untested"; `untested` says why.
     """
 
     name: str  # "last loss", or the metric's
@@ -120,7 +120,7 @@ class Row:
     speed: float | None = None  # the median; relative to O0, above 1 is faster
     speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
     cpu_speeds: Spread | None = None  # the same of CPU time
-    reach: float | None = None  # the factor by which O0's own speed departs from 1: see `pace.py`
+    reach: float | None = None  # noise: the factor by which O0 departs from itself; see `pace.py`
     cpu_reach: float | None = None
     pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
     by_cpu: bool = False  # CPU time decided on the pace, not wall time
@@ -170,8 +170,8 @@ class Results:
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
     provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
-    plan: dict[str, Any] = field(default_factory=dict)  # what it is made of; a resumed one goes on
-    options: dict[str, Any] = field(default_factory=dict)  # as given; a resumed sweep keeps them
+    plan: dict[str, Any] = field(default_factory=dict)  # of which a resumed sweep makes its own
+    options: dict[str, Any] = field(default_factory=dict)  # the user's; a resumed sweep keeps them
     trials: list[str] = field(default_factory=list)  # stems of all that have run or may run
     files: list[str] = field(default_factory=list)  # further files, of a caller such as `tune`
     format: int = FORMAT

@@ -63,9 +63,9 @@ def _difference(run: Run, first: Run) -> str:
             continue
         roundoff = max(_roundoff(run.case), _roundoff(first.case))
         if abs(value - expected) > _allowed(value, theirs.losses[name], roundoff):
-            of = "its first run" if run.case == first.case else first.case.label
+            other = "its first run" if run.case == first.case else first.case.label
             seed = run.trial.seed
-            return f"first loss {value:.4g} against {expected:.4g} of {of} with seed {seed}"
+            return f"first loss {value:.4g} against {expected:.4g} of {other} with seed {seed}"
     return ""
 
 

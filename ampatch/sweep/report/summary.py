@@ -150,7 +150,7 @@ def _row(
 ) -> Row:
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     trouble = [text for text in map(status, runs) if text != OK]
-    runs_alone, base_alone = ([r for r in of if r.alone and r.measured] for of in (runs, base))
+    runs_alone, base_alone = map(_timed_runs, (runs, base))
     times = DataFrame(filter(None, (step_times(run.measured) for run in runs_alone)))
     pairs = _pairs(case, runs_alone, base_alone, round_seconds)
     speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
@@ -160,7 +160,7 @@ def _row(
     pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
     metrics = {name: value for (row, name), value in means.items() if row == case.label}
     names = [name for name in metrics if name != FIRST]
-    own = {} if trouble else {name: of for (row, name), of in samples.items() if row == case.label}
+    by_seed = {name: frame for (row, name), frame in samples.items() if row == case.label}
     return Row(
         label=case.label,
         opt_level=case.level_name,
@@ -189,9 +189,9 @@ def _row(
         last_loss=metrics.pop(LOSS, None),
         metrics=metrics,
         sds={
-            name: of.value.std()
-            for name, of in own.items()
-            if of.value.nunique() > 1 and all(map(math.isfinite, of.value))
+            name: frame.value.std()
+            for name, frame in by_seed.items()
+            if not trouble and frame.value.nunique() > 1 and all(map(math.isfinite, frame.value))
         },
         better=directions(names, better),
         steps=round(_median(len(m.skipped) for m in measured) or 0),
@@ -202,6 +202,11 @@ def _row(
         outcome="failed" if trouble else "baseline" if case == BASE else "untested",
         start=start,
     )
+
+
+def _timed_runs(runs: Iterable[Run]) -> list[Run]:
+    """The runs whose times count."""
+    return [run for run in runs if run.alone and run.measured]
 
 
 def _finals(measured: Measured, window: int | None = None) -> dict[str, float]:

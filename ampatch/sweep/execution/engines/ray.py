@@ -192,11 +192,11 @@ def _needs(options: SweepOptions) -> _Needs:
     cores = [node.get("CPU", 0) for node in nodes if node.get("GPU", 0) >= gpus]
     able = [count for count in cores if count >= (options.cpus_per_trial or 1)]
     if not able:
-        has = "; ".join(f"{node.get('CPU', 0):g} and {node.get('GPU', 0):g}" for node in nodes)
+        sizes = "; ".join(f"{node.get('CPU', 0):g} and {node.get('GPU', 0):g}" for node in nodes)
         raise EngineError(
             f"--engine ray: a trial asks for {options.cpus_per_trial or 1} cores and {gpus:g} GPUs "
             f"on one node (--cpus-per-trial, --gpus-per-trial). The cluster's nodes have, in cores "
-            f"and GPUs: {has}."
+            f"and GPUs: {sizes}."
         )
     cpus = options.cpus_per_trial or (1 if gpus else min(able))
     return _Needs(cpus, gpus, max(able), options.cpus_per_trial)
