@@ -118,8 +118,8 @@ def _make(target: Path, verbose: bool) -> None:
 
 def _compile(folder: Path, verbose: bool) -> Path:
     """The library, made in `folder` and imported once."""
-    for name, text in loading.sources().items():
-        (folder / name).write_bytes(text)
+    for name, source in loading.sources().items():
+        (folder / name).write_bytes(source)
     try:
         exit_code, text = _output(folder, verbose)
     except subprocess.TimeoutExpired:
