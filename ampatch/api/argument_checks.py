@@ -279,7 +279,8 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
     replacements = registry.installation.replacements
     for function, precision in rules.functions.items():
         name = getattr(function, "__name__", "")
-        if replacements.of(replacements.original(function)) is None and not places_of([function]):
+        original = replacements.original_of(function)
+        if replacements.replacement_of(original) is None and not places_of([function]):
             why = f"the function is not found in {', '.join(NAMESPACES)}."
         elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             why = "the function works in place: it would write into a cast copy of its argument."

@@ -40,11 +40,12 @@ def promote_function(function: Function) -> Function:
 
 
 def _decorated(function: Any, rule: Rule, what: str) -> Any:
-    user_functions.check(function, what)
+    user_functions.check_can_follow_rule(function, what)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
-        return user_functions.following(function, choose, cast_state)
-    for name, make in user_functions.methods(function, choose, cast_state).items():
+        return user_functions.casting_wrapper(function, choose, cast_state)
+    replacements = user_functions.function_class_replacements(function, choose, cast_state)
+    for name, make in replacements.items():
         setattr(function, name, make(inspect.getattr_static(function, name)))
     return function
 
@@ -115,7 +116,7 @@ def precision(dtype: Precision) -> PolicyContext:
     word(call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
-        policy, _ = registry.state.innermost_setting()
+        policy, _ = registry.state.innermost_policy()
         if policy is None:
             return UNCHANGED
         on = devices_on()

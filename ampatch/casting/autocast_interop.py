@@ -4,7 +4,7 @@
 cast on its device type.  A region enabled inside a managed forward at O1 gives the half dtype:
 ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
 casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
-again: see `CastState.setting_of_forward`.  torch's own code enters regions too, to restore the
+again: see `CastState.policy_of_forward`.  torch's own code enters regions too, to restore the
 autocast state of a forward.  The code that it runs there has the policy of that forward, too
 (`context_propagation`), as the innermost setting.
 

@@ -82,7 +82,9 @@ def replicas(state: CastState) -> list[Replacement]:
 def _with_recorded_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        casts_nothing = state.process_policy is None and not state.per_thread  # saves two calls
+        casts_nothing = (
+            state.process_policy is None and not state.has_thread_policies
+        )  # saves two calls
         policy = None if casts_nothing else state.forward_policy()
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
@@ -99,7 +101,11 @@ def _with_recorded_policy(original: Callable, state: CastState) -> Callable:
 def _under_recorded_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
         policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
-        if policy is None and state.process_policy is None and not (state.per_thread or swaps):
+        if (
+            policy is None
+            and state.process_policy is None
+            and not (state.has_thread_policies or swaps)
+        ):
             return original(self, *args)
         if policy is _UNKNOWN or is_dynamo_compiling():
             return original(self, *args)
@@ -150,7 +156,7 @@ class _Captured(NamedTuple):
 
 def _capture(state: CastState) -> _Captured:
     """The state of this thread; the call's kind is USER_BLOCK where the user has set the policy."""
-    policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
+    policy, (setting, by_user) = state.forward_policy(), state.innermost_policy()
     kind = USER_BLOCK if by_user and policy is setting else BLOCK
     return _Captured(policy, kind, state.swaps(), computes_in())
 

@@ -64,7 +64,7 @@ def call_handlers(
     types = tuple(map(type, overloaded))
 
     def ask(handler: Any) -> Any:
-        if not state.tables.knows_only_original(original, patched, handler):
+        if not state.handler_tables.knows_only_original(original, patched, handler):
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
         with _pushed(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)

@@ -47,7 +47,7 @@ class HeldFunctions:
         """The name of the function that `value` is or a partial of, if it has a replacement."""
         while isinstance(value, (functools.partial, staticmethod)):
             value = value.func if isinstance(value, functools.partial) else value.__func__
-        patched = None if self._replacements is None else self._replacements.of(value)
+        patched = None if self._replacements is None else self._replacements.replacement_of(value)
         return None if patched is None else f"{patched.__module__}.{patched.__qualname__}"
 
     def _exchange_all(self, convert: Callable[[Any], Any]) -> None:
@@ -87,11 +87,11 @@ class HeldFunctions:
 
     def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
-        patched = self._replacements.of(value)
+        patched = self._replacements.replacement_of(value)
         return value if patched is None else patched
 
     def _restored(self, value: Any) -> Any:
         assert self._replacements is not None
         rebuilt, original = self._rebuilt.get(id(value), (None, None))
         is_rebuilt = rebuilt is value and rebuilt is not None
-        return original if is_rebuilt else self._replacements.original(value)
+        return original if is_rebuilt else self._replacements.original_of(value)

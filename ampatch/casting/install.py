@@ -62,7 +62,7 @@ class Installation:
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
-        self._dynamo = DynamoTables(self._patches, self.replacements.original, get_state)
+        self._dynamo = DynamoTables(self._patches, self.replacements.original_of, get_state)
 
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
@@ -87,7 +87,7 @@ class Installation:
                 self._put_if_there(where, name, make)
             if with_tables:
                 refill_overridable_tables(self._patches)
-                self._patches.on_undo(self._state.tables.give_back)
+                self._patches.on_undo(self._state.handler_tables.give_back)
             self.replacements.rebind()
         except BaseException:
             self.undo()
@@ -105,9 +105,9 @@ class Installation:
                 rules[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
             rules[where, name] = no_rule if rule is None else CHOOSERS[rule]
-        original = self.replacements.original
+        original_of = self.replacements.original_of
         return {
-            original(getattr(resolve(where), name)): choose
+            original_of(getattr(resolve(where), name)): choose
             for (where, name), choose in rules.items()
             if exists(where, name)
         }
@@ -124,11 +124,13 @@ class Installation:
         """Patch what the user registered: a function, a method, an autograd Function class."""
         choose, get_state, function = CHOOSERS[rule], self._get_state, raw_attribute(owner, name)
         if user_functions.is_function_class(function):
-            for method, make in user_functions.methods(function, choose, get_state).items():
+            for method, make in user_functions.function_class_replacements(
+                function, choose, get_state
+            ).items():
                 self._patches.replace(function, method, make)
         elif isinstance(function, (staticmethod, classmethod)):
             self._patches.replace(
-                owner, name, lambda raw: user_functions.following(raw, choose, get_state)
+                owner, name, lambda raw: user_functions.casting_wrapper(raw, choose, get_state)
             )
         else:
 
@@ -170,10 +172,10 @@ class Installation:
         """
 
         def make(original: Any) -> Callable:
-            function = self.replacements.original(original)
+            function = self.replacements.original_of(original)
             run, casts_nothing_inside = run_in_fp32, None
             if self.overridden.get(function):
-                run = special_ops.make_run_in_fp32(special_ops.OVERRIDDEN, "", self._state)
+                run = special_ops.make_run_in_fp32(special_ops.OVERRIDE_ROW, "", self._state)
             rule, run = special_ops.with_fp32_kernels(name, choose, run)
             if function in self.overridden:
                 rule, casts_nothing_inside = with_overrides(function, rule)
@@ -204,19 +206,19 @@ class RegisteredFunctions:
         self._rules: dict[tuple[Any, str], Rule] = {}  # by owner and name
 
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
-        """Have a function follow a rule from now on.  Returns whether patches are out of date.
+        """Have a function follow a rule from now on.  Returns whether the patches must be renewed.
 
         Raises `AttributeError` if `place` has no such name, `TypeError` for what cannot follow a
         rule.
         """
-        call = f"ampatch.register_{rule.value}_function"
-        owner, attribute = user_place(call, place, name)
+        user_call = f"ampatch.register_{rule.value}_function"
+        owner, attribute = user_place(user_call, place, name)
         if not hasattr(owner, attribute):
             raise AttributeError(
                 f"{_title(owner)} has no attribute {attribute!r}; nothing was registered."
             )
-        what = f"{call}({_title(owner)}, {attribute!r})"
-        user_functions.check(raw_attribute(owner, attribute), what)
+        user_call += f"({_title(owner)}, {attribute!r})"
+        user_functions.check_can_follow_rule(raw_attribute(owner, attribute), user_call)
         previous = self._rules.get((owner, attribute))
         self._rules[owner, attribute] = rule
         if previous is None and self._installation.has_tables:
@@ -225,12 +227,12 @@ class RegisteredFunctions:
 
     def forget(self, place: Any, name: str | None) -> None:
         """Take a registration back.  Raises `ValueError` if there is none."""
-        call = "ampatch.unregister_function"
-        owner, attribute = user_place(call, place, name)
+        user_call = "ampatch.unregister_function"
+        owner, attribute = user_place(user_call, place, name)
         if self._rules.pop((owner, attribute), None) is None:
             known = [f"{_title(owner)}.{attribute}" for owner, attribute in self._rules]
             raise ValueError(
-                f"{call}: {_title(owner)}.{attribute} is not registered. "
+                f"{user_call}: {_title(owner)}.{attribute} is not registered. "
                 f"Registered: {', '.join(known) or 'nothing'}."
             )
 

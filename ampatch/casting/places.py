@@ -71,10 +71,10 @@ def public_name(where: str) -> str:
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
-def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
+def user_place(user_call: str, place: Any, name: str | None) -> tuple[Any, str]:
     """`(owner, name)` of a function of the user's, from these two or from one dotted string.
 
-    Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
+    Raises `ValueError` for a module that is not imported.  Errors begin with `user_call`.
     """
     if isinstance(name, str) and place is not None:
         owner, attribute = place, name
@@ -83,14 +83,14 @@ def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
         is_text = isinstance(place, str) and name is None
         if not is_text or not owner:
             raise (ValueError if is_text else TypeError)(
-                f"{call}(module={place!r}, name={name!r}): expected a module or class and the name "
-                'of a function in it, or one dotted string such as "package.module.function".'
+                f"{user_call}(module={place!r}, name={name!r}): expected a module or class and the "
+                'name of a function in it, or one dotted string such as "package.module.function".'
             )
     if isinstance(owner, str):
         title, (parent, _, inner) = owner, owner.rpartition(".")
         owner = sys.modules.get(title) or getattr(sys.modules.get(parent), inner, None)
         if owner is None:
-            raise ValueError(f"{call}: {title} is not imported. Import it before this call.")
+            raise ValueError(f"{user_call}: {title} is not imported. Import it before this call.")
     return owner, attribute
 
 
@@ -102,13 +102,13 @@ class Replacements:
         self.pairs: dict[int, tuple[Any, Any]] = {}  # replacement, original; by the first's id
         self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
 
-    def original(self, function: Any) -> Any:
+    def original_of(self, function: Any) -> Any:
         """The original of `function`, if it is a replacement; else `function` itself."""
         while id(function) in self.pairs:
             function = self.pairs[id(function)][1]
         return function
 
-    def of(self, original: Any) -> Any:
+    def replacement_of(self, original: Any) -> Any:
         """The replacement of one of torch's functions, or None."""
         return self._by_original.get(id(original))
 
@@ -145,7 +145,7 @@ class Replacements:
     def give_back(self) -> None:
         """The patches are out: bind the user's names for replacements to the originals again."""
         if self.pairs:
-            give_back((function, self.original(function)) for function, _ in self.pairs.values())
+            give_back((function, self.original_of(function)) for function, _ in self.pairs.values())
         self.pairs.clear()
         self._by_original.clear()
 

@@ -58,7 +58,7 @@ class ManagedModel:
     """A model under one opt level.
 
     Its forward runs under `policy`: at O1 the session's tables; at the other levels None, and no
-    call is cast.  Exception: `CastState.in_half_models`, if set, is the policy at O2 and O3.
+    call is cast.  Exception: `CastState.half_model_policy`, if set, is the policy at O2 and O3.
     Floating inputs are cast to `in_dtype`, outputs to `out_dtype`; None: they are left as they are.
     It is the `Scope` of the model's frame.
     """
@@ -312,12 +312,12 @@ class ManagedModel:
             if inputs is self._inputs and call.swap is not None and self._submodules is not None:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
-        if policy is None and swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.with_half_dtype(swapper.dtype)
+        if policy is None and swapper is not None and state.half_model_policy is not None:
+            policy = state.half_model_policy.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_block:
                 self._warn_of_settings()
-            state.set_policy(call, *state.setting_of_forward(policy))
+            state.set_policy(call, *state.policy_of_forward(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
@@ -373,15 +373,15 @@ class ManagedModel:
         kwargs: dict,
     ) -> Any:
         """As `enter_with`, and the forward.  Sets few attributes: strict export warns of each."""
-        state, policy, is_setting, slots = self._state, self.policy, True, None
+        state, policy, is_explicit, slots = self._state, self.policy, True, None
         if inputs is not None:
             args, kwargs = inputs.cast(args, kwargs, None)
         if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
-        if policy is None and self.swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.with_half_dtype(self.swapper.dtype)
+        if policy is None and self.swapper is not None and state.half_model_policy is not None:
+            policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, is_setting = state.setting_of_forward(policy)
+            policy, _, is_explicit = state.policy_of_forward(policy)
         if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
@@ -390,7 +390,7 @@ class ManagedModel:
             state.enter(call, self)
             call.traced_swap = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
-            state.set_policy(call, policy, (), is_setting)
+            state.set_policy(call, policy, (), is_explicit)
             return forward(module, *args, **kwargs)
         finally:
             state.exit(call)

@@ -61,7 +61,7 @@ __all__ = [
 
 session_of = registry.objects.session_of
 edit_tables = registry.edit_tables
-replacement_of = registry.installation.replacements.of
+replacement_of = registry.installation.replacements.replacement_of
 
 
 # Sessions and models

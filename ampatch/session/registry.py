@@ -196,7 +196,7 @@ class Registry(Generic[Session]):
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process_policy = self.state.in_half_models = None
+        self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
             self._tools.put_in()
         if tables_change:
@@ -207,7 +207,7 @@ class Registry(Generic[Session]):
                 self.user_functions.put_all()
         self.state.process_policy = self._process_policy(casting)
         by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
-        self.state.in_half_models = by_init[-1] if by_init else None
+        self.state.half_model_policy = by_init[-1] if by_init else None
         for managed in self.models() if has_rows else ():
             managed.held_functions.put_in(installed.replacements)
         if not self.sessions:

@@ -88,7 +88,7 @@ class Session:
         if self.has_apex_tables and self.properties.patch_torch_functions:
             rules = installation.apex_functions(registry.table_edits)
         for function, precision in self.overrides.functions.items():
-            rules[installation.replacements.original(function)] = OVERRIDES[precision]
+            rules[installation.replacements.original_of(function)] = OVERRIDES[precision]
         return rules
 
     # Members
