@@ -151,7 +151,7 @@ class _Captured(NamedTuple):
         """As `enter`, with half copies of its own."""
         self.enter(state, call)
         if self.policy is not None:
-            self.policy.cache.open_separate(thread_calls.stack[-1])
+            self.policy.cache.open_for_checkpoint(thread_calls.stack[-1])
 
 
 def _capture(state: CastState) -> _Captured:
@@ -208,7 +208,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
         call = Call()
         try:
             state.enter(call, None)
-            captured.policy.cache.open_separate(call)
+            captured.policy.cache.open_for_checkpoint(call)
             yield from around
         finally:
             state.remove(call)  # perhaps late: a traceback keeps the generator alive

@@ -65,7 +65,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
-    """The result requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
+    """The result requires a gradient as `value` does, under `no_grad` too: see `cast_weights`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():

@@ -335,7 +335,7 @@ class ManagedModel:
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
-            copies.order.record(copies.used)
+            copies.order.record(copies.used_weights)
         if casts is not None:
             call.input_casts = None
             casts.write_back()

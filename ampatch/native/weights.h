@@ -100,13 +100,13 @@ variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool
   return halves;
 }
 
-// half_copies(weights, dtype, own_nodes): half copies of a list of FP32 weights.
-// In Python: `_cast` of `casting/half_copies.py`.
-PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// cast_weights(weights, dtype, own_nodes): half copies of a list of FP32 weights.
+// In Python: `_cast_weights` of `casting/half_copies.py`.
+PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyBool_Check(args[2]),
-      "half_copies(weights: list, dtype: torch.dtype, own_nodes: bool)");
+      "cast_weights(weights: list, dtype: torch.dtype, own_nodes: bool)");
   const ScalarType dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
   const variable_list weights = tensors_of(args[0]);
   const bool is_enabled = at::GradMode::is_enabled();

@@ -259,7 +259,7 @@ class Session:
 
     def drop_copies(self) -> None:
         """Forget the half copies of weights that O1 has cached."""
-        weight_cache.forget_all()
+        weight_cache.drop_copies()
 
     def parameter_names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
@@ -360,7 +360,7 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        weight_cache.forget_all()
+        weight_cache.drop_copies()
         for ref in list(self.model_entries.values()):
             model = ref()
             if model is not None and model.statistics is not None:

@@ -61,7 +61,7 @@ class TorchTools:
         """Replace them.  Harmless when they are in."""
         if len(self._patches):
             return
-        self._patches.on_undo(notify_of_steps(weight_cache.forget_all))
+        self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._members.state).watch(self._patches)
         if self._awaits_dynamo:
             self._replace([*self._replacements(), *dynamo.gradient_readers()])
@@ -181,6 +181,6 @@ class TorchTools:
 def _on_data_access(tensor: Tensor) -> None:
     """`tensor.data` is about to be read or set: a write through it raises no version."""
     if isinstance(tensor, nn.Parameter):
-        weight_cache.forget(tensor)
+        weight_cache.cast_at_each_use(tensor)
     elif thread_calls.stack:
         record_values(tensor)

@@ -69,4 +69,4 @@ def test_memory_that_was_freed_is_an_error_as_in_torch() -> None:
     wide = torch.ones(4)
     wide.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not allocated"):
-        native.part.half_copies([wide, wide], torch.bfloat16, False)
+        native.part.cast_weights([wide, wide], torch.bfloat16, False)
