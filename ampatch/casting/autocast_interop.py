@@ -5,8 +5,8 @@ cast on its device type.  A region enabled inside a managed forward at O1 gives 
 ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
 casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
 again: see `CastState.policy_of_forward`.  torch's own code enters regions too, to restore the
-autocast state of a forward.  The code that it runs there has the policy of that forward, too
-(`context_propagation`), as the innermost setting.
+autocast state of a forward.  The code that it runs there is under the policy of that forward
+(`context_propagation`), the innermost one.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts unchanged; a warning names the remedy.
@@ -148,7 +148,8 @@ class AutocastInterop:
                     "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
                     "casts stay. To run code without them write `with torch.autocast(%r, "
                     "enabled=False):` or `with ampatch.disable_casts():`.",
-                    *(device, device),
+                    device,
+                    device,
                 )
 
         return set_autocast_enabled

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, half_dtype, switch_on, switched_off
+from ..torch_private.autocast import devices_on, half_dtype, switch_off, switch_on
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
@@ -135,24 +135,24 @@ class CastState:
         thread_calls.stack.append(call)
 
     def set_policy(
-        self, call: Call, policy: Any, off: Sequence[str] = (), is_explicit: bool = True
+        self, call: Call, policy: Any, off: Sequence[str] = (), sets_policy: bool = True
     ) -> None:
         """Put this thread under `policy` until the exit of `call`, its innermost call.
 
-        Until then torch's autocast is off on the device types `off`.  With `is_explicit=False`
+        Until then torch's autocast is off on the device types `off`.  With `sets_policy=False`
         `innermost_policy` skips this call.
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
         holds = policy is None and call.kind == USER_BLOCK  # also in sessions that open inside
-        call.sets_policy = is_explicit and policy is not UNCHANGED
+        call.sets_policy = sets_policy and policy is not UNCHANGED
         if policy is not UNCHANGED and (policy is not active or holds) and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = thread_calls.policy = policy
         if off:
             call.autocast_off = off
-            switched_off(off)
+            switch_off(off)
 
     def enter_block(
         self, policy: Any, kind: str = BLOCK, owner: object = None, off: Sequence[str] = ()

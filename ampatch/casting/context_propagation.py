@@ -156,8 +156,9 @@ class _Captured(NamedTuple):
 
 def _capture(state: CastState) -> _Captured:
     """The state of this thread; the call's kind is USER_BLOCK where the user has set the policy."""
-    policy, (setting, by_user) = state.forward_policy(), state.innermost_policy()
-    kind = USER_BLOCK if by_user and policy is setting else BLOCK
+    policy = state.forward_policy()
+    innermost_policy, by_user = state.innermost_policy()
+    kind = USER_BLOCK if by_user and policy is innermost_policy else BLOCK
     return _Captured(policy, kind, state.swaps(), computes_in())
 
 

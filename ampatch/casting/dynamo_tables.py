@@ -127,8 +127,8 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original_of: Or
     def by_original(handlers: dict) -> dict:
         return {original_of(function): handler for function, handler in handlers.items()}
 
-    kind = getattr(variables, "TorchInGraphFunctionVariable", None)
-    _correct_table(kind, "_get_handlers", patches, by_original)
+    variable_class = getattr(variables, "TorchInGraphFunctionVariable", None)
+    _correct_table(variable_class, "_get_handlers", patches, by_original)
     scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original_of, scalars))

@@ -28,8 +28,8 @@ class HandlerTables:
     """Tables in which handlers look up the function that they are called with.
 
     A table that has an original gets an entry for the replacement too, with the same value, until
-    `give_back`.  That moves the entries which the user's code has added for a replacement meanwhile
-    to the original.
+    `give_back`.  Entries that the user's code has added for a replacement meanwhile then become
+    entries of the original.
     """
 
     def __init__(self) -> None:
@@ -137,8 +137,8 @@ class _Search:
     def _check(self, value: Any) -> bool:
         """Record which of the two `value` is or contains.  Returns whether it is a container."""
         original, patched = self._pair
-        kind = type(value)
-        table = next((cls for cls in (dict, set, frozenset) if issubclass(kind, cls)), None)
+        cls = type(value)
+        table = next((base for base in (dict, set, frozenset) if issubclass(cls, base)), None)
         if value is original:
             self.has_original = True
         elif table is not None:
@@ -152,8 +152,8 @@ class _Search:
                 else:
                     self.has_original = True
             return True
-        elif issubclass(kind, (list, tuple)):
-            items = list((list if issubclass(kind, list) else tuple).__iter__(value))
+        elif issubclass(cls, (list, tuple)):
+            items = list((list if issubclass(cls, list) else tuple).__iter__(value))
             if len(items) <= _MAX_ITEMS:
                 self.has_original = self.has_original or any(item is original for item in items)
                 self.has_patched = self.has_patched or any(item is patched for item in items)

@@ -52,19 +52,19 @@ class HeldFunctions:
 
     def _exchange_all(self, convert: Callable[[Any], Any]) -> None:
         for module in self._model.modules():
-            own = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
-            for name in own.keys() - _TORCHS_OWN:
-                value = own[name]
+            attributes = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
+            for name in attributes.keys() - _TORCHS_OWN:
+                value = attributes[name]
                 if (new := self._exchanged(value, convert)) is not value:
-                    own[name] = new
+                    attributes[name] = new
         self._seen.clear()
 
     def _exchanged(self, value: Any, convert: Callable[[Any], Any]) -> Any:
-        kind = type(value)
-        if kind is list or kind in _DICTS:
+        cls = type(value)
+        if cls is list or cls in _DICTS:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                for key, item in list(enumerate(value) if kind is list else value.items()):
+                for key, item in list(enumerate(value) if cls is list else value.items()):
                     if (new := self._exchanged(item, convert)) is not item:
                         value[key] = new
             return value
@@ -72,8 +72,8 @@ class HeldFunctions:
             items = [self._exchanged(item, convert) for item in value]
             if all(new is item for new, item in zip(items, value)):
                 return convert(value)
-            rebuilt = kind(*items) if hasattr(value, "_fields") else kind(items)
-        elif kind is functools.partial:
+            rebuilt = cls(*items) if hasattr(value, "_fields") else cls(items)
+        elif cls is functools.partial:
             if (function := convert(value.func)) is value.func:
                 return convert(value)
             rebuilt = functools.partial(function, *value.args, **value.keywords)

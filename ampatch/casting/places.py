@@ -27,8 +27,13 @@ from .patches import PatchSet
 from .tables import BUILTINS
 
 NAMESPACES = (
-    *("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft"),
-    *("torch.sparse", "torch.Tensor"),
+    "torch",
+    "torch.nn.functional",
+    "torch.linalg",
+    "torch.special",
+    "torch.fft",
+    "torch.sparse",
+    "torch.Tensor",
 )
 """Where torch keeps the functions that overrides and registrations may name."""
 

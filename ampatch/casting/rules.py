@@ -45,8 +45,8 @@ class _NoHalfKernel(Exception):
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     """`value` with its castable tensors in `to`; the same object where nothing changes."""
-    kind = type(value)
-    if kind is Tensor or kind is Parameter:
+    cls = type(value)
+    if cls is Tensor or cls is Parameter:
         dtype = value.dtype
         if dtype is to or dtype not in CASTABLE:
             return value
@@ -54,12 +54,12 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if value.layout is not torch.strided and _must_stay_float(value, to):
             raise _NoHalfKernel
-        if kind is Parameter and not is_dynamo_compiling():
+        if cls is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         if torch.is_grad_enabled() or not value.requires_grad:  # as below, without another call
             return value.to(to)
         return _cast_tensor(value, to)
-    if kind in SCALARS:
+    if cls in SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
 

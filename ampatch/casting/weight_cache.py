@@ -65,8 +65,8 @@ class WeightUseOrder:
         """Record that gradients of these weights (ids) are asked for.
 
         If these are only some of the weights that forwards use, each weight has a node of its own
-        from the next forward on.  Returns whether that is a change: then existing graphs may have a
-        node that such a weight shares with others.
+        from the next forward on.  Returns True if so, and the last forward has made no such nodes:
+        existing graphs may have a node that such a weight shares with others.
         """
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False

@@ -373,7 +373,7 @@ class ManagedModel:
         kwargs: dict,
     ) -> Any:
         """As `enter_with`, and the forward.  Sets few attributes: strict export warns of each."""
-        state, policy, is_explicit, slots = self._state, self.policy, True, None
+        state, policy, is_setting, slots = self._state, self.policy, True, None
         if inputs is not None:
             args, kwargs = inputs.cast(args, kwargs, None)
         if self.swapper is not None and not is_fx_traced(args, kwargs):
@@ -381,7 +381,7 @@ class ManagedModel:
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, is_explicit = state.policy_of_forward(policy)
+            policy, _, is_setting = state.policy_of_forward(policy)
         if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
@@ -390,7 +390,7 @@ class ManagedModel:
             state.enter(call, self)
             call.traced_swap = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
-            state.set_policy(call, policy, (), is_explicit)
+            state.set_policy(call, policy, (), is_setting)
             return forward(module, *args, **kwargs)
         finally:
             state.exit(call)
