@@ -88,7 +88,8 @@ class AutocastInterop:
         def enter(region: Any) -> Any:
             if hasattr(region, _IGNORED) or is_compiling():
                 return original(region)
-            was_on, entered = is_enabled(region.device), None
+            was_on = is_enabled(region.device)
+            entered = None
             try:
                 entered = original(region)
                 self._enter_call(region)
@@ -111,11 +112,11 @@ class AutocastInterop:
                 raise
             finally:
                 try:
-                    ended = original(region, *exception)
+                    result = original(region, *exception)
                 except BaseException:
                     set_enabled(region.device, region.prev)
                     raise
-            return ended
+            return result
 
         return exit
 

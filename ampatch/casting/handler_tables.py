@@ -41,7 +41,7 @@ class HandlerTables:
         `holder` is the mode or the tensor whose handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
-            return _names_below({NN_NAME, original.__name__}, original)
+            return _names_builtin({NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
         search.in_function(getattr(handler, "__func__", handler), 0)
@@ -109,7 +109,7 @@ class _Search:
             with contextlib.suppress(ValueError):  # empty as yet
                 values.append(cell.cell_contents)
         names = set(_names(function.__code__))
-        self.has_original = self.has_original or _names_below(names, self._pair[0])
+        self.has_original = self.has_original or _names_builtin(names, self._pair[0])
         self._is_logging = self._is_logging or not names.isdisjoint(("add", "append"))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
@@ -176,8 +176,8 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _names_below(names: set[str], original: Callable) -> bool:
-    """Whether code names the original in `torch._C._nn`, from which F has some functions."""
+def _names_builtin(names: set[str], original: Callable) -> bool:
+    """Whether code names the original as a builtin of `torch._C._nn`: F has some from there."""
     name = getattr(original, "__name__", "")
     return NN_NAME in names and name in names and getattr(NN, name, None) is original
 

@@ -1,7 +1,7 @@
 """Installs the patches: for each row of the tables a replacement that follows the row's rule.
 
-Installed once, when the first session that needs it opens, and taken out when
-the last closes; sessions differ in their policies, not in what is patched.
+The patches are installed once, when the first session that needs them opens, and removed when
+the last one closes.  Sessions differ in their policies, not in what is patched.
 What this torch lacks is left out; `ampatch doctor` lists it.
 """
 
@@ -67,8 +67,8 @@ class Installation:
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
 
-        `overridden` are the functions of torch that policies give another precision, each with
-        whether it computes in FP32 at every level.  If this fails halfway, it undoes its patches.
+        `overridden` has the functions of torch that policies override, and for each whether it
+        computes in FP32 at every level.  If this fails halfway, it undoes its patches.
         """
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
@@ -151,7 +151,7 @@ class Installation:
             self.replacements.put(resolve(where), name, make, shared)
 
     def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
-        """The maker of the replacement of `where.name`, by all rows that name it."""
+        """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
         row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
         choose: Choose = no_rule
         if row is not None and row.rule is Rule.BANNED:
@@ -166,9 +166,9 @@ class Installation:
     def _maker(
         self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
     ) -> Callable[[Any], Any]:
-        """The maker of a replacement, for functions with overrides too.
+        """The `make(original)` of a replacement, which may be for a function with an override.
 
-        `name` is that of a row that casts to FP32, else "".
+        `name` is the function's name if its row casts to FP32, else "".
         """
 
         def make(original: Any) -> Callable:

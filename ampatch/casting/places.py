@@ -150,7 +150,9 @@ class Replacements:
     def give_back(self) -> None:
         """The patches are out: bind the user's names for replacements to the originals again."""
         if self.pairs:
-            give_back((function, self.original_of(function)) for function, _ in self.pairs.values())
+            bind_originals(
+                (function, self.original_of(function)) for function, _ in self.pairs.values()
+            )
         self.pairs.clear()
         self._by_original.clear()
 
@@ -168,22 +170,22 @@ def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) ->
 
 
 NOT_SEARCHED = {"torch", "ampatch"}
-"""Packages in whose modules, by name or title in `sys.modules`, no name is rebound."""
+"""Packages in whose modules no name is rebound."""
 
 
 def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
     wanted = frozenset(functions)
-    globals_found = []
+    bindings = []
     for namespace in _namespaces() if wanted else ():
         # Few of thousands of modules.  In C throughout: no other thread can import meanwhile.
         if not wanted.isdisjoint(map(id, namespace.values())):
-            globals_found += [
+            bindings += [
                 (namespace, name, value)
                 for name, value in list(namespace.items())
                 if id(value) in wanted
             ]
-    return globals_found
+    return bindings
 
 
 def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
@@ -198,7 +200,7 @@ def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
             patches.rebind(namespace, name, value)
 
 
-def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
+def bind_originals(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Bind each global that still is a replacement to its original: `pairs` of these two.
 
     To be called when the patches are out.  Containers, classes and functions that hold a
@@ -211,13 +213,13 @@ def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
             value = namespace[name] = originals[id(value)]
 
 
-_passed_by: set[str] = set()  # titles of modules of `NOT_SEARCHED`, most of what is imported
+_not_searched_titles: set[str] = set()  # titles in `sys.modules`, once seen
 
 
 def _namespaces() -> Iterator[dict]:
-    for title in sorted(sys.modules.keys() - _passed_by):
+    for title in sorted(sys.modules.keys() - _not_searched_titles):
         if title.partition(".")[0] in NOT_SEARCHED:
-            _passed_by.add(title)
+            _not_searched_titles.add(title)
             continue
         module = sys.modules.get(title)
         if _is_module(module):

@@ -13,7 +13,7 @@ from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.calls import CastState, thread_calls
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.places import give_back, rebind
+from ..casting.places import bind_originals, rebind
 from ..interop import (
     backward_passes,
     clip_grad,
@@ -73,7 +73,7 @@ class TorchTools:
     def take_out(self) -> None:
         """Give them back.  Harmless when they are out."""
         self._patches.undo()
-        give_back(self._pairs)
+        bind_originals(self._pairs)
         self._pairs = []
 
     def _put_in_dynamo(self) -> None:
