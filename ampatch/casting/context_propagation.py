@@ -2,10 +2,10 @@
 
 *Custom autograd Functions*: each call makes a context, which keeps the policy for its backward.
 The backward pass may run in another thread, after the forward's `with` block has ended, or after
-another session has opened with other rules.  At O2 the
-context also keeps the half copies of the forward.  Code that calls modules again in the backward
-pass (reversible networks, adjoint solvers) computes with these copies, and may ask for their
-gradients.  The context drops the copies when autograd frees the graph's buffers.
+another session has opened with other rules.  At O2 the context also keeps the half copies of the
+forward.  Code that calls modules again in the backward pass (reversible networks, adjoint solvers)
+computes with these copies, and may ask for their gradients.  The context drops the copies when
+autograd frees the graph's buffers.
 
 *Activation checkpoints*: the recompute casts as the forward did.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
@@ -86,10 +86,8 @@ def replicas(state: CastState) -> list[Replacement]:
 def _init_recording_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        casts_nothing = (
-            state.process_policy is None and not state.has_thread_policies
-        )  # saves two calls
-        policy = None if casts_nothing else state.forward_policy()
+        may_cast = state.process_policy is not None or state.has_thread_policies
+        policy = state.forward_policy() if may_cast else None  # `may_cast` saves two calls
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _TORCH_CASTS_TOO, True)
@@ -104,15 +102,10 @@ def _init_recording_policy(original: Callable, state: CastState) -> Callable:
 
 def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy, (swaps, dtype) = (
-            getattr(self, _POLICY, _NOT_RECORDED),
-            getattr(self, _SWAPS, _NO_SWAPS),
-        )
-        if (
-            policy is None
-            and state.process_policy is None
-            and not (state.has_thread_policies or swaps)
-        ):
+        policy = getattr(self, _POLICY, _NOT_RECORDED)
+        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS)
+        may_cast = state.process_policy is not None or state.has_thread_policies
+        if policy is None and not (may_cast or swaps):
             return original(self, *args)
         if policy is _NOT_RECORDED or is_dynamo_compiling():
             return original(self, *args)

@@ -113,7 +113,8 @@ def _half_tensors(error: BaseException, in_line: bool) -> str | None:
 
     With `in_line` only the tensors in the failing line of the innermost frame count.
     """
-    text, frames = None, list(_frames(error))
+    text = None
+    frames = list(_frames(error))
     for frame, line in frames[-1:] if in_line else frames:
         tensors = _tensors_of_frame(frame, line, in_line)
         halves = [name for name, value in tensors.items() if value.dtype in HALF_DTYPES]
@@ -137,7 +138,8 @@ def _note_on_own_class(error: BaseException) -> str:
             for item in (value, *inside):
                 attributes = _fp32_attributes(item)
                 if attributes:
-                    cls, verb = type(item).__name__, "is" if item is value else "has"
+                    cls = type(item).__name__
+                    verb = "is" if item is value else "has"
                     return (
                         f" {name} {verb} a {cls}, whose {attributes[0]} is FP32: tensors in "
                         f"objects of a class of your own are not cast. Make {cls} a dataclass, "

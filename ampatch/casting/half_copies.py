@@ -103,7 +103,8 @@ def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _new_copies_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """As `_new_copies`, in one block of memory that has the layout of the tensors' own block."""
-    first, (begin, end) = tensors[0], span_of(tensors)
+    first = tensors[0]
+    begin, end = span_of(tensors)
     block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
     copies = [  # no views of one tensor: each is to have a version of its own
         first.new_empty(0, dtype=dtype).set_(

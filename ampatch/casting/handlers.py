@@ -171,7 +171,8 @@ class FunctionModes:
 
     def record_thread(self) -> None:
         """Record whether this thread is in a mode."""
-        thread, is_in = threading.get_ident(), count_modes() > 0
+        thread = threading.get_ident()
+        is_in = count_modes() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return

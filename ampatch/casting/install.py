@@ -122,7 +122,8 @@ class Installation:
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
-        choose, get_state, function = CHOOSERS[rule], self._get_state, raw_attribute(owner, name)
+        choose, get_state = CHOOSERS[rule], self._get_state
+        function = raw_attribute(owner, name)
         if user_functions.is_function_class(function):
             for method, make in user_functions.function_class_replacements(
                 function, choose, get_state
@@ -152,7 +153,8 @@ class Installation:
 
     def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
         """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
-        row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
+        row = _TABLES.get((where, name))
+        at_every_level = _AT_EVERY_LEVEL.get((where, name))
         choose: Choose = no_rule
         if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name))
@@ -173,7 +175,8 @@ class Installation:
 
         def make(original: Any) -> Callable:
             function = self.replacements.original_of(original)
-            run, casts_nothing_inside = run_in_fp32, None
+            run = run_in_fp32
+            casts_nothing_inside = None
             if self.overridden.get(function):
                 run = special_ops.make_run_in_fp32(special_ops.OVERRIDE_ROW, "", self._state)
             rule, run = special_ops.with_fp32_kernels(name, choose, run)

@@ -100,7 +100,8 @@ class PolicyContext:
         self._user_call = user_call
 
     def __enter__(self) -> None:
-        policy, state = self._choose(), self._state
+        policy = self._choose()
+        state = self._state
         off = state.autocast_devices() if state.may_cast_in_thread() else ()
         try:
             state.enter_block(policy, USER_BLOCK, self, off)

@@ -82,7 +82,8 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
-        inside, changed = [], False
+        inside = []
+        changed = False
         for item in value:
             new = item if type(item) in SCALARS else cast(item, to, policy)
             changed = changed or new is not item
@@ -117,7 +118,8 @@ def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
 
 def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
     """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
-    cast_args, cast_kwargs = [], kwargs  # loops, since a comprehension is a call before Python 3.12
+    cast_args = []  # by a loop, since a comprehension is a call before Python 3.12
+    cast_kwargs = kwargs
     try:
         for arg in args:
             cast_args.append(arg if type(arg) in SCALARS else cast(arg, to, policy))
@@ -251,7 +253,8 @@ def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> t
 
     An int instead of a tuple is the size in each dimension.
     """
-    value, size = first_argument(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
+    value = first_argument(args, kwargs)
+    size = kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
     ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]

@@ -194,7 +194,8 @@ class WeightCache:
         Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
         are cast at their first use, and never as a forward begins.
         """
-        forward, versions = self._thread_copies(), list(map(_version_of, weights))
+        forward = self._thread_copies()
+        versions = list(map(_version_of, weights))
         if forward is None:
             return _observed(cast_weights(weights, dtype, in_one_block=True))
         copies = forward.copies_for(any(map(_wants_grad, weights)))

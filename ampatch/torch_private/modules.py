@@ -50,7 +50,8 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
 
     With stale references its next forward would lay the weights out in memory anew.
     """
-    attributes, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
+    attributes = vars(rnn)
+    names = getattr(rnn, "_flat_weights_names", None)
     if names is None or FLAT_WEIGHTS not in attributes:
         return
     table = attributes.get(PARAMETERS, {})  # `getattr` goes there too, by a call of Python's
