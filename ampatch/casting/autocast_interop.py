@@ -125,7 +125,7 @@ class AutocastInterop:
         state, device = self._state, region.device
         policy, is_on = state.current(), is_enabled(device)
         is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
-        if policy is None or not policy.casts_on(device):
+        if policy is None or not policy.casts_on_device(device):
             pass
         elif is_custom_bwd and is_on:
             set_enabled(device, False)  # the region's exit restores the previous state

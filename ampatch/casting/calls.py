@@ -135,34 +135,35 @@ class CastState:
         thread_calls.stack.append(call)
 
     def set_policy(
-        self, call: Call, policy: Any, off: Sequence[str] = (), sets_policy: bool = True
+        self, call: Call, policy: Any, autocast_off: Sequence[str] = (), sets_policy: bool = True
     ) -> None:
         """Put this thread under `policy` until the exit of `call`, its innermost call.
 
-        Until then torch's autocast is off on the device types `off`.  With `sets_policy=False`
-        `innermost_policy` skips this call.
+        Until then torch's autocast is off on the device types `autocast_off`.  With
+        `sets_policy=False` `innermost_policy` skips this call.
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        holds = policy is None and call.kind == USER_BLOCK  # also in sessions that open inside
+        for_new_sessions = policy is None and call.kind == USER_BLOCK  # that open inside, too
+        is_change = policy is not active or for_new_sessions
         call.sets_policy = sets_policy and policy is not UNCHANGED
-        if policy is not UNCHANGED and (policy is not active or holds) and policy is not previous:
+        if policy is not UNCHANGED and is_change and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = thread_calls.policy = policy
-        if off:
-            call.autocast_off = off
-            switch_off(off)
+        if autocast_off:
+            call.autocast_off = autocast_off
+            switch_off(autocast_off)
 
     def enter_block(
-        self, policy: Any, kind: str = BLOCK, owner: object = None, off: Sequence[str] = ()
+        self, policy: Any, kind: str = BLOCK, owner: object = None, autocast_off: Sequence[str] = ()
     ) -> None:
         """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
         call.kind = kind
         call.is_traced = is_dynamo_compiling()
         self.enter(call, owner)
-        self.set_policy(call, policy, off)
+        self.set_policy(call, policy, autocast_off)
 
     def exit_block(self, owner: object) -> None:
         """Exit the innermost block of `owner`, if it has one in this thread."""
@@ -194,23 +195,23 @@ class CastState:
         stack = thread_calls.stack
         if call not in stack:
             return
-        last = None
-        while last is not call:
-            last = stack[-1]
-            if last.removed_frames is not None:
-                last.removed_frames.put_back()
-            if last.swap is not None:
-                last.swap.swap_out()
-            if last.traced_swap is not None:
-                last.traced_swap.swap_out()
-            if last.autocast_off:
-                switch_on(last.autocast_off)
+        inner = None
+        while inner is not call:
+            inner = stack[-1]
+            if inner.removed_frames is not None:
+                inner.removed_frames.put_back()
+            if inner.swap is not None:
+                inner.swap.swap_out()
+            if inner.traced_swap is not None:
+                inner.traced_swap.swap_out()
+            if inner.autocast_off:
+                switch_on(inner.autocast_off)
             if len(stack) > 1:
                 thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
             else:
                 thread_calls.policy, thread_calls.copies = PROCESS_POLICY, None
-            if last.counted_by is not None:
-                self.release(last)
+            if inner.counted_by is not None:
+                self.release(inner)
             del stack[-1]
 
     def within(
@@ -282,7 +283,7 @@ class CastState:
             if call.sets_policy:
                 break
         policy = self.current()
-        if policy is None or not policy.casts_on(device):
+        if policy is None or not policy.casts_on_device(device):
             return None
         is_cast = policy.condition is None or policy.condition(args, kwargs)
         return policy.half_to if is_cast else None
@@ -302,22 +303,22 @@ class CastState:
     def policy_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
-        The user's blocks of `disable_casts` and `precision` hold in the forward too.  Regions of
-        torch.autocast around it do not, but an enabled one gives the half dtype.
+        The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
+        torch.autocast around it do not, but an enabled region determines the half dtype.
         """
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
             return UNCHANGED, (), False
         user_policy, by_user = self.innermost_policy()
         if by_user:  # if devices are on, a region inside the user's block is active
             return UNCHANGED if devices_on() else user_policy, (), False
-        on: list[str] = []
+        devices: list[str] = []
         if policy is not None and policy.condition is None:
-            on = [device for device in devices_on() if policy.casts_on(device)]
-        if policy is None or not on:
+            devices = [device for device in devices_on() if policy.casts_on_device(device)]
+        if policy is None or not devices:
             return policy, (), True
-        half = half_dtype(on[-1])
+        half = half_dtype(devices[-1])
         if not is_dynamo_compiling():
-            return policy.with_half_dtype(half), on, True
+            return policy.with_half_dtype(half), devices, True
         # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 

@@ -65,7 +65,7 @@ class Policy:
             cache=WeightCache(),
         )
 
-    def casts_on(self, device: str) -> bool:
+    def casts_on_device(self, device: str) -> bool:
         """Whether tensors on this type of device are cast."""
         return self.devices is None or device in self.devices
 
@@ -102,9 +102,9 @@ class PolicyContext:
     def __enter__(self) -> None:
         policy = self._choose()
         state = self._state
-        off = state.autocast_devices() if state.may_cast_in_thread() else ()
+        autocast_off = state.autocast_devices() if state.may_cast_in_thread() else ()
         try:
-            state.enter_block(policy, USER_BLOCK, self, off)
+            state.enter_block(policy, USER_BLOCK, self, autocast_off)
         except BaseException:
             state.exit_block(self)
             raise

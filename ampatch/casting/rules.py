@@ -112,7 +112,7 @@ def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
         and are_one_block(values)
         and not is_recording()
         and values[0].dtype is torch.float32
-        and policy.casts_on(values[0].device.type)
+        and policy.casts_on_device(values[0].device.type)
     )
 
 
@@ -141,7 +141,7 @@ def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
 def is_castable(value: Tensor, policy: Policy) -> bool:
     """Whether rules may cast this tensor at all."""
     dtype, device = dtype_and_device(value)
-    return dtype in CASTABLE and policy.casts_on(device)
+    return dtype in CASTABLE and policy.casts_on_device(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:

@@ -140,7 +140,7 @@ def with_fp32_kernels(
             and not is_dynamo_compiling()  # a compiler fuses the cast
             and value.layout is torch.strided
             and policy.float_to is torch.float32
-            and policy.casts_on(value.device.type)
+            and policy.casts_on_device(value.device.type)
             and can_compute(*args, **kwargs)
         )
 
