@@ -65,9 +65,9 @@ def explain(
     `unpatched_name(value)` returns the name of a function of torch that the script bound before the
     patches came, and None for any other value.
     """
-    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or hasattr(
-        error, _IS_EXPLAINED
-    ):
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
+        return
+    if hasattr(error, _IS_EXPLAINED):
         return
     if _OVERFLOW_PHRASE in str(error):
         _add_note(error, f"ampatch: {cause}, and {_OVERFLOW_ADVICE}")
@@ -87,7 +87,7 @@ def _is_due_to_half(error: BaseException) -> bool:
     """Whether an error came because a tensor is half: it met FP32, or has no kernel.
 
     The message then names half and FP32, half alone, the dtypes that have a kernel, or no dtype.
-    An error whose message names other dtypes comes in FP32 too.
+    If it names other dtypes, the same error would come in FP32.
     """
     text = str(error)
     if not _DTYPE_PHRASES.search(text) or _INTEGER_FUNCTIONS.search(text):

@@ -1,12 +1,12 @@
 """What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
 
-Dynamo fills these tables at their first use, by name.  Filled while the patches are installed,
-they would have the replacements.  Dynamo would record a replacement without tracing its cast, and
-break the graph at the original, which no table has.  So here each name leads Dynamo to the
-original.
+Dynamo fills these tables at their first use, by the names of functions.  If it fills them while the
+patches are installed, they have the replacements.  Then Dynamo would record a replacement without
+tracing its cast, and break the graph at the original, which no table would have.  The corrections
+here give Dynamo the original for each name.
 
-All of it is private to torch; what a version lacks is left out.  This module never imports Dynamo,
-which takes seconds: it corrects each module of Dynamo when that is imported.
+The tables are private to torch; what a version lacks is left out.  This module never imports
+Dynamo, which takes seconds: it corrects each module of Dynamo once that is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Functions of torch that need more than a cast, and so cannot be rows of a table.
 
-The public functions here return replacements, parts of them, or lists of `(where, name, make)`,
-which `install.py` puts in by `make(original) -> replacement`.
+Most functions here return a replacement or a part of one, or a list of `(where, name, make)`, by
+which `install.py` replaces `where.name` by `make(original)`.
 """
 
 from __future__ import annotations

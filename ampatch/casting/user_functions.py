@@ -1,7 +1,7 @@
 """How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
-In an autograd Function class a decorator replaces methods for good, `install.py` with undo:
-`function_class_replacements`.
+`function_class_replacements` has the methods to replace in an autograd Function class.  A decorator
+replaces them for good, `install.py` until the patches are undone.
 """
 
 from __future__ import annotations
