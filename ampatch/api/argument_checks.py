@@ -28,7 +28,7 @@ from ..models.module_overrides import matching, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
-from ..torch_private.optimizers import is_zero, zero_steps_in_backward
+from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
 from .plan import Plan
 
 P = ParamSpec("P")
@@ -351,8 +351,8 @@ def check_optimizers(
             )
         if (
             properties.loss_scale != 1.0
-            and is_zero(optimizer)
-            and zero_steps_in_backward(optimizer)
+            and is_zero_redundancy(optimizer)
+            and steps_in_backward(optimizer)
         ):
             raise AmpatchError(
                 f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("

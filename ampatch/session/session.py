@@ -25,7 +25,7 @@ from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers import zero
+from ..scaling.optimizers import zero_redundancy
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from .object_registry import Entries, alive
@@ -49,7 +49,8 @@ class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, active after `open`.  `models` and `optimizers` are the managed ones,
-    `policies` decide what is cast.  The optimizers call the session at each step (`StepOwner`).
+    `policies` decide what is cast.  The optimizers call the session at each step (see
+    `SessionForOptimizer`).
     """
 
     def __init__(
@@ -417,7 +418,7 @@ def _fit_optimizer_state(
     """Cast the optimizer's state of these parameters (ids) to their present dtypes."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
-        zero.rebuild_buckets(managed.optimizer)
+        zero_redundancy.rebuild_buckets(managed.optimizer)
 
 
 def _make_scalers(properties: Properties, count: int) -> list[Any]:
