@@ -262,10 +262,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
     """Refuse settings that are each fine but contradict each other."""
-    call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
+    what = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 
     def refuse(argument: str, why: str) -> NoReturn:
-        raise ValueError(f"{call}, {argument}={settings[argument]!r}): {why}")
+        raise ValueError(f"{what}, {argument}={settings[argument]!r}): {why}")
 
     if properties.patch_torch_functions:
         if properties.casts_model:

@@ -13,7 +13,7 @@ from torch import nn
 from ..config.opt_levels import level
 from ..errors import AmpatchError
 
-_OWN = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
+_NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
 
 
 def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
@@ -45,7 +45,9 @@ def _arguments(session: Any) -> str:
     overrides = [*session.overrides.modules, *session.overrides.functions.items()]
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
     shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]
-    return ", ".join(f"{name}={value}" for name, value in shown.items() if name not in _OWN)
+    return ", ".join(
+        f"{name}={value}" for name, value in shown.items() if name not in _NOT_COMPARED
+    )
 
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:

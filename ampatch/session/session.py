@@ -80,7 +80,7 @@ class Session:
         self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
-        self._had_members = False
+        self._had_entries = False
         self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def _functions(self) -> dict[Any, Choose]:
@@ -110,7 +110,7 @@ class Session:
             for ref in list(entries.values()):
                 if ref() is not None:
                     return True
-        return not self._had_members or self.is_empty()
+        return not self._had_entries or self.is_empty()
 
     def has_losses(self) -> bool:
         """Whether the session has optimizers whose losses it scales; a handle gets some later."""
@@ -120,14 +120,14 @@ class Session:
 
     def is_empty(self) -> bool:
         """Whether every model and optimizer was released again; collected ones were not."""
-        return self._had_members and not any(self._entries)
+        return self._had_entries and not any(self._entries)
 
-    def _add_member(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+    def _add_entry(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
             del entries[key]
         entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _remove_members(self, entries: Entries[Any], *keys: int) -> None:
+    def _remove_entries(self, entries: Entries[Any], *keys: int) -> None:
         for key in keys:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
@@ -167,12 +167,12 @@ class Session:
         registry.refresh()
 
     def _manage_all(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        self._had_members |= bool(optimizers)
+        self._had_entries |= bool(optimizers)
         if not self.properties.enabled:  # models alone wait for their optimizers
             for optimizer in optimizers:
-                self._add_member(self.unmanaged_entries, optimizer, optimizer)
+                self._add_entry(self.unmanaged_entries, optimizer, optimizer)
             return
-        self._had_members |= bool(models)
+        self._had_entries |= bool(models)
         for model in models:
             self._manage_model(model)
         for optimizer in optimizers:
@@ -190,7 +190,7 @@ class Session:
             undo.do(optimizer.uninstall)
             undo.do(_fit_optimizer_state, optimizer, changed)
         for entries in self._entries:
-            self._remove_members(entries, *entries)
+            self._remove_entries(entries, *entries)
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
@@ -207,7 +207,7 @@ class Session:
                 _fit_optimizer_state(optimizer, changed)
         elif isinstance(managed, ManagedOptimizer):
             managed.uninstall()
-        self._remove_members(entries, id(obj))
+        self._remove_entries(entries, id(obj))
 
     def policy(self) -> Policy | None:
         """The policy by which this session casts calls; None: it casts none."""
@@ -250,7 +250,7 @@ class Session:
                 for module, precision in overridden.items()
             ],
         )
-        self._add_member(self.model_entries, model, managed)
+        self._add_entry(self.model_entries, model, managed)
         if properties.uses_half_copies:
             registry.restore_shared(model)
         managed.convert(stays_float)
@@ -290,7 +290,7 @@ class Session:
     def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
-        self._add_member(self.optimizer_entries, optimizer, managed)
+        self._add_entry(self.optimizer_entries, optimizer, managed)
         managed.install()
         return managed
 
@@ -383,9 +383,9 @@ class Session:
             if id(managed.model) not in self.model_entries:
                 self._manage_model(managed.model)
         for optimizer in unmanaged:
-            self._add_member(self.unmanaged_entries, optimizer, optimizer)
+            self._add_entry(self.unmanaged_entries, optimizer, optimizer)
         for managed_optimizer in optimizers:
-            self._add_member(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
+            self._add_entry(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
             managed_optimizer.reinstall()
         self._fit_optimizer_states()
         registry.refresh()

@@ -34,7 +34,7 @@ from ..torch_private.optimizers import notify_of_steps
 from . import ranks
 
 
-class Members(Protocol):
+class RegistryForTools(Protocol):
     """The open sessions, and all that they manage."""
 
     state: CastState
@@ -51,8 +51,8 @@ class Members(Protocol):
 class TorchTools:
     """Puts the replaced tools in with the first session, beneath the patches of the tables."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, registry: RegistryForTools) -> None:
+        self._registry = registry
         self._patches = PatchSet()
         self._pairs: list[tuple[Any, Any]] = []  # replacement and original
         self._awaits_dynamo = False
@@ -62,7 +62,7 @@ class TorchTools:
         if len(self._patches):
             return
         self._patches.on_undo(notify_of_steps(weight_cache.forget_all))
-        FunctionModes(self._members.state).watch(self._patches)
+        FunctionModes(self._registry.state).watch(self._patches)
         if self._awaits_dynamo:
             self._replace([*self._replacements(), *dynamo.gradient_readers()])
         else:
@@ -91,17 +91,17 @@ class TorchTools:
 
     def _replacements(self) -> list[Replacement]:
         """Every tool, each with what it is replaced for."""
-        members, state = self._members, self._members.state
+        registry, state = self._registry, self._registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
             *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
             # ranks compare settings and scales
             *ddp.at_wrapping(
-                lambda model, group: ranks.compare(members.sessions_of(model), model, group),
-                members.has_half_copy,
+                lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
+                registry.has_half_copy,
             ),
             # refused under a dynamic loss scale
-            *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
+            *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
             # writes that raise no version
             *tensor_methods.data(_on_data_access),
             # TorchScript compiles the forwards of the classes, and warns that it casts nothing
@@ -132,7 +132,7 @@ class TorchTools:
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
         tensor_ids = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        for managed in self._members.models():
+        for managed in self._registry.models():
             tensors = (*managed.model.parameters(), *managed.model.buffers())
             if not tensor_ids.isdisjoint(map(id, tensors)):
                 return managed.model
@@ -142,9 +142,9 @@ class TorchTools:
         """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
         if parameter_of_copy(tensor) is not None:  # within the forward
             return True
-        return any(managed.had_at_start(tensor) for managed in self._members.models()) or any(
+        return any(managed.had_at_start(tensor) for managed in self._registry.models()) or any(
             param is tensor
-            for optimizer in self._members.optimizers()
+            for optimizer in self._registry.optimizers()
             for param in optimizer.parameters()
         )
 
@@ -154,27 +154,27 @@ class TorchTools:
             behind = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in behind if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
-        for managed in self._members.models():
+        for managed in self._registry.models():
             may_share |= managed.record_wanted_grads(wanted)
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
         """`module.load_state_dict` has loaded values."""
-        for managed in self._members.models():
+        for managed in self._registry.models():
             if managed.statistics is not None:
                 managed.statistics.loaded(module)
 
     def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped, `by_norm` as one."""
         param_ids = {id(tensor) for tensor in tensors}
-        managed = [optimizer.gradients for optimizer in self._members.optimizers()]
+        managed = [optimizer.gradients for optimizer in self._registry.optimizers()]
         clipped = [gradients for gradients in managed if unscale_to_clip(gradients, param_ids)]
         if by_norm:
             skip_together(clipped)
 
     def _forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
-        for managed in self._members.optimizers():
+        for managed in self._registry.optimizers():
             managed.gradients.zeroed_by_others(zeroed)
 
 
