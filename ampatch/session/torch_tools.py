@@ -1,6 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they ask the sessions.
 
-They are replaced at every level, and for disabled sessions too, where they call the original.
+They are replaced at every level, and for disabled sessions too: then they call the original.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from . import ranks
 
 
 class RegistryForTools(Protocol):
-    """The open sessions, and all that they manage."""
+    """What the replaced tools need of the registry."""
 
     state: CastState
 
@@ -49,7 +49,7 @@ class RegistryForTools(Protocol):
 
 
 class TorchTools:
-    """Puts the replaced tools in with the first session, beneath the patches of the tables."""
+    """Replaces the tools when the first session opens, before the tables are installed."""
 
     def __init__(self, registry: RegistryForTools) -> None:
         self._registry = registry
@@ -90,7 +90,7 @@ class TorchTools:
         rebind({id(original): (self._patches, put) for put, original in new})
 
     def _replacements(self) -> list[Replacement]:
-        """Every tool, each with what it is replaced for."""
+        """Every tool, each with the reason why it is replaced."""
         registry, state = self._registry, self._registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
@@ -102,7 +102,7 @@ class TorchTools:
             ),
             # refused under a dynamic loss scale
             *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
-            # writes that raise no version
+            # writes that do not count up a tensor's version
             *tensor_methods.data(_on_data_access),
             # TorchScript compiles the forwards of the classes, and warns that it casts nothing
             *torchscript.replacements(state),
@@ -139,8 +139,8 @@ class TorchTools:
         return None
 
     def _is_relied_on(self, tensor: Tensor) -> bool:
-        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
-        if parameter_of_copy(tensor) is not None:  # within the forward
+        """Whether a managed model had this tensor at `initialize`, or an optimizer has it."""
+        if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
         return any(managed.had_at_start(tensor) for managed in self._registry.models()) or any(
             param is tensor
@@ -151,8 +151,8 @@ class TorchTools:
     def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
         if thread_calls.stack:
-            behind = map(parameter_of_copy, tensors)
-            tensors = tensors + [weight for weight in behind if weight is not None]
+            weights = map(parameter_of_copy, tensors)
+            tensors = tensors + [weight for weight in weights if weight is not None]
         wanted, may_share = set(map(id, tensors)), False
         for managed in self._registry.models():
             may_share |= managed.record_wanted_grads(wanted)
@@ -165,10 +165,13 @@ class TorchTools:
                 managed.statistics.loaded(module)
 
     def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
-        """Unscale gradients of these tensors, which are about to be clipped, `by_norm` as one."""
+        """Unscale gradients of these tensors, which are about to be clipped.
+
+        `by_norm`: by one norm of all of them.
+        """
         param_ids = {id(tensor) for tensor in tensors}
-        managed = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [gradients for gradients in managed if unscale_to_clip(gradients, param_ids)]
+        all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
+        clipped = [g for g in all_gradients if unscale_to_clip(g, param_ids)]
         if by_norm:
             skip_together(clipped)
 
@@ -179,7 +182,7 @@ class TorchTools:
 
 
 def _on_data_access(tensor: Tensor) -> None:
-    """`tensor.data` is about to be read or set: a write through it raises no version."""
+    """`tensor.data` is about to be read or set: a write through it does not change its version."""
     if isinstance(tensor, nn.Parameter):
         weight_cache.forget(tensor)
     elif thread_calls.stack:
