@@ -69,14 +69,14 @@ def named(glob: str, paths: Collection[str]) -> set[str]:
 
 
 def read(what: str, source: str | os.PathLike[str]) -> dict[str, str]:
-    """The globs and precisions in a JSON file, or in JSON text; `call` is named in errors.
+    """The globs and precisions in a JSON file, or in JSON text; errors begin with `what`.
 
     Raises `ValueError` for anything else.
     """
     text = os.fspath(source)
     try:
-        written = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        globs = json.loads(written)
+        text = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        globs = json.loads(text)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
@@ -88,6 +88,6 @@ def read(what: str, source: str | os.PathLike[str]) -> dict[str, str]:
     ):
         raise ValueError(
             f"{what}: expected a JSON object of globs and precisions, such as "
-            f'{{"decoder.*": "float"}}, got {written.strip()[:80]}.'
+            f'{{"decoder.*": "float"}}, got {text.strip()[:80]}.'
         )
     return globs
