@@ -142,9 +142,10 @@ class PendingScaleUpdate:
 
     def _hand_over_checks(self) -> None:
         """Give delayed checks to their optimizers: `drop_pending_updates` was not called."""
-        checks, self._delayed = self._delayed, None if self._delayed is None else []
-        for gradients, check in checks or ():
+        for gradients, check in self._delayed or ():
             gradients.keep_check(check)
+        if self._delayed is not None:
+            self._delayed = []
 
 
 def update_now_or_at_step(

@@ -313,7 +313,8 @@ class Gradients:
         if check is None:
             return None
         if earlier.is_used:
-            check.new_found_inf, check.includes_used = None, True
+            check.new_found_inf = None
+            check.includes_used = True
         self.keep_check(check)
         return check.found_inf
 
@@ -339,7 +340,8 @@ class Gradients:
 
     def zeroed(self) -> None:
         """All gradients were zeroed: forget their scale and their overflow."""
-        self.scaled, self.scaled_by_other_block = None, False
+        self.scaled = None
+        self.scaled_by_other_block = False
         self._forget()
         if (block := self.block) is None:
             return

@@ -146,7 +146,8 @@ class DynamicScaler:
         self.was_updated_by_step = False  # before the script called `update_scale`
 
     def _make_tensors(self, device: torch.device, scale: float, tracker: int) -> None:
-        self._device, self._is_on_host = device, is_owned_by_host(device)
+        self._device = device
+        self._is_on_host = is_owned_by_host(device)
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 
@@ -179,7 +180,8 @@ class DynamicScaler:
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; returns whether they had an inf or NaN."""
         if self._has_updated:
-            self._flags, self._has_updated, self.was_updated_by_step = [], False, False
+            self.forget_overflow()
+            self.was_updated_by_step = False
         found_inf = unscale_(grads, scale, as_bool=self._is_on_host)
         self._flags.append(found_inf)
         return found_inf
@@ -193,7 +195,8 @@ class DynamicScaler:
 
     def forget_overflow(self) -> None:
         """`has_overflow` is False until the next `unscale_`."""
-        self._flags, self._has_updated = [], False
+        self._flags = []
+        self._has_updated = False
 
     def update(self, flags: list[Flag]) -> None:
         """Count one step with these overflow flags, and move the scale; without flags no step."""

@@ -14,10 +14,11 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
 from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
-from .gradients import Block, Gradients, ScaledGradients, Snapshot, State, first_holders
+from .gradients import Block, Check, Gradients, ScaledGradients, Snapshot, State, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
+from .scale_value import Flag
 
 _CORRECT_CALL = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -263,7 +264,10 @@ class ScaledBackward:
             for gradients, block in blocks:
                 leave_scaled(gradients, block, self._shared)
             return
-        scaler, checks, flags, is_delayed = self._scaler, [], [], self._delay_check
+        scaler = self._scaler
+        is_delayed = self._delay_check
+        checks: list[tuple[Gradients, Check]] = []
+        flags: list[Flag] = []
         for gradients, block in blocks:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:

@@ -88,7 +88,8 @@ class StepCounter:
         counts = self.read() if self._on_device is None else self._read_copy(self._on_device, limit)
         if counts is None or counts.skipped == self._reported:
             return None
-        new, self._reported = counts.skipped - self._reported, counts.skipped
+        new = counts.skipped - self._reported
+        self._reported = counts.skipped
         return counts, new
 
     def _read_copy(self, on_device: Tensor, limit: int) -> StepCounts | None:
@@ -96,7 +97,8 @@ class StepCounter:
         if is_captured(on_device):
             return None
         if self._copy is None and self._since_copy >= limit // 4:
-            self._copy, self._since_copy = AsyncCopy(on_device), 0
+            self._copy = AsyncCopy(on_device)
+            self._since_copy = 0
         if self._copy is None or (numbers := self._copy.value()) is None:
             return None
         self._copy = None
@@ -167,7 +169,10 @@ class StepReports:
         if streak < _STREAK or (streak // _STREAK).bit_length() > (before // _STREAK).bit_length():
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
-                *(self._name, steps, counts.skipped, counts.taken + counts.skipped),
+                self._name,
+                steps,
+                counts.skipped,
+                counts.taken + counts.skipped,
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_warned_of_loss else session.last_loss()
@@ -182,7 +187,10 @@ class StepReports:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
-                *(streak, self._name, _LEFT_OVER, self._nonfinite_grads(session.parameter_names())),
+                streak,
+                self._name,
+                _LEFT_OVER,
+                self._nonfinite_grads(session.parameter_names()),
             )
         elif streak >= session.max_skips > streak - new:
             logger.error(
@@ -191,7 +199,9 @@ class StepReports:
                 "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
-                *(streak, self._name, self._nonfinite_grads(session.parameter_names())),
+                streak,
+                self._name,
+                self._nonfinite_grads(session.parameter_names()),
             )
 
     def _nonfinite_grads(self, names: dict[int, str]) -> str:
@@ -226,7 +236,8 @@ class StepReports:
         """Warn of parameters that have become half since `initialize`, and not by an opt level."""
         if not (params := self._newly_half()):
             return
-        names, converted = session.parameter_names(), session.converted_ids()
+        names = session.parameter_names()
+        converted = session.converted_ids()
         for path, param in params:
             if id(param) not in converted:
                 logger.warning(
@@ -235,7 +246,10 @@ class StepReports:
                     "has no FP32 master weight any more, so small updates are lost. Give that "
                     "code FP32 inputs (embeddings.float()), or let it compute with "
                     "weight.to(x.dtype).",
-                    *(self._name, names.get(id(param), path), tuple(param.shape), param.dtype),
+                    self._name,
+                    names.get(id(param), path),
+                    tuple(param.shape),
+                    param.dtype,
                 )
 
     def _newly_half(self) -> list[tuple[str, Tensor]]:

@@ -34,7 +34,8 @@ def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> Flag:
     """
     if as_bool and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
         return found_inf
-    inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
+    inverse = _reciprocal(scale)
+    found_inf = torch.zeros_like(scale)
     for device, group in _kernel_groups(grads):
         local = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
         check_and_unscale_(group, local, inverse.to(device))

@@ -30,7 +30,8 @@ class ObjectRegistry(Generic[Session]):
 
     def put(self, obj: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
         """Record that `obj` is in `session`; returns a weak reference to its counterpart."""
-        key, entries = id(obj), self._entries
+        key = id(obj)
+        entries = self._entries
 
         def collected(counterpart: weakref.ref) -> None:
             entry = entries.get(key)
@@ -73,7 +74,8 @@ class ObjectRegistry(Generic[Session]):
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer
         as `.optimizer` and share its `param_groups`.  A scheduler does not share them.
         """
-        candidate, tried = optimizer, set()
+        candidate = optimizer
+        tried = set()
         while self.find(candidate) is None:
             tried.add(id(candidate))
             inner = getattr(candidate, "optimizer", None)

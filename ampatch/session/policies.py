@@ -54,7 +54,8 @@ class Policies:
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
         """The override that runs a submodule in a precision of its own: "float" or "half"."""
-        properties, policy = self._properties, None
+        properties = self._properties
+        policy = None
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
             policy = self.tables.casting_all_to(dtype)

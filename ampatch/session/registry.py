@@ -190,7 +190,8 @@ class Registry(Generic[Session]):
         # Read once: models may be collected while this runs, and their session's policy with them.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(session, policy) for session, policy in policies if policy is not None]
-        installed, has_tables = self.installation, bool(casting)
+        installed = self.installation
+        has_tables = bool(casting)
         model_dtypes = {managed.properties.cast_model_type for managed in self.models()}
         has_rows = has_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
         overridden = self._overridden() if has_rows else {}

@@ -314,7 +314,8 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """The context manager of `scale_loss`; at a static scale of 1 it yields the loss."""
-        scaler, observers = self.scalers[loss_id], registry.observers
+        scaler = self.scalers[loss_id]
+        observers = registry.observers
         for entry in list(self.model_entries.values()):
             model = entry()
             if model is not None and model.frame is not None and not model.frame.is_installed():
@@ -332,7 +333,12 @@ class Session:
             self.last_loss = weakref.ref(loss)
             managed, others = self._with_sharers(managed)
             block = ScaledBackward(
-                *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
+                loss,
+                managed,
+                scaler,
+                delay_unscale,
+                delay_overflow_check,
+                others,
                 skips_together=self.has_apex_tables,
                 counts_passes=not self.scales_by_itself,
             )

@@ -91,7 +91,8 @@ class TorchTools:
 
     def _replacements(self) -> list[Replacement]:
         """Every tool, each with the reason why it is replaced."""
-        registry, state = self._registry, self._registry.state
+        registry = self._registry
+        state = registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
             *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
@@ -153,7 +154,8 @@ class TorchTools:
         if thread_calls.stack:
             weights = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in weights if weight is not None]
-        wanted, may_share = set(map(id, tensors)), False
+        wanted = set(map(id, tensors))
+        may_share = False
         for managed in self._registry.models():
             may_share |= managed.record_wanted_grads(wanted)
         return may_share
