@@ -1,4 +1,4 @@
-"""apex.amp.scaler: the loss scale as an object that a script asks, sets and moves by itself."""
+"""apex.amp.scaler: the loss scale as an object that a script reads, sets and updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_l
 
 
 def _setting(name: str, default: Any, kind: type) -> Any:
-    """A setting of a dynamic scaler under apex's name; a static one has none to change."""
+    """A property: a setting of a dynamic scaler; of a static one always `default`."""
 
     def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
@@ -73,9 +73,9 @@ class LossScaler:
         self._scaler = scaler
         self._session = session
         self._own_buffer: Tensor | None = None
-        self._script_buffer: Tensor | None = None  # by the script
+        self._script_buffer: Tensor | None = None  # set by the script
         self._overflow_set = False  # by the script, or by `update_scale`
-        self._clean_steps = (0, -1)  # the script's number, and the scale's generation then
+        self._clean_steps = (0, -1)  # what the script has set, and the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
@@ -113,7 +113,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        """A script may set the interval itself, which the scaler's own count never reaches."""
+        """`value` may be the growth interval itself, which the scaler's own count never reaches."""
         self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
         self._clean_steps = (value, self._scaler.generation)
 
