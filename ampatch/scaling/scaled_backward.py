@@ -170,11 +170,11 @@ class ScaledBackward:
             self._abandon()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        has_gradients_of_other_loss = False
+    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
+        is_refused = False
         try:
-            has_gradients_of_other_loss = kind is None and self._has_gradients_of_other_loss()
-            if kind is not None or has_gradients_of_other_loss:
+            is_refused = error_type is None and self._has_gradients_of_other_loss()
+            if error_type is not None or is_refused:
                 self._abandon()
             else:
                 self._complete()
@@ -187,7 +187,7 @@ class ScaledBackward:
             _thread_blocks.blocks = [block for block in _thread_blocks.blocks if block is not self]
             for gradients, before in self._others:
                 gradients.after_other_block(before)
-        if has_gradients_of_other_loss:
+        if is_refused:
             raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
 
     __getattr__ = refuse_attribute

@@ -51,9 +51,9 @@ class ObservedBlock:
     def __enter__(self) -> Tensor:
         return self._block.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if kind is not None:
-            self._block.__exit__(kind, *rest)
+    def __exit__(self, error_type: type[BaseException] | None, *rest: Any) -> None:
+        if error_type is not None:
+            self._block.__exit__(error_type, *rest)
             return
         with contextlib.ExitStack() as stack:
             stack.push(self._block)  # if an observer raises, the block ends as if the script did
