@@ -142,10 +142,11 @@ class PendingScaleUpdate:
 
     def _hand_over_checks(self) -> None:
         """Give delayed checks to their optimizers: `drop_pending_updates` was not called."""
-        for gradients, check in self._delayed or ():
-            gradients.keep_check(check)
         if self._delayed is not None:
+            checks = self._delayed
             self._delayed = []
+            for gradients, check in checks:
+                gradients.keep_check(check)
 
 
 def update_now_or_at_step(

@@ -255,9 +255,9 @@ class Gradients:
         Those that another optimizer of the block has unscaled are only checked: unscaled by 1.
         """
         params = self.parameters()
-        own = self._own_params(params, unscaled_by) if unscaled_by else params
-        check = self._unscale(scaler, own, scale)
-        if len(own) < len(params):
+        own_params = self._own_params(params, unscaled_by) if unscaled_by else params
+        check = self._unscale(scaler, own_params, scale)
+        if len(own_params) < len(params):
             others = [param for param in params if unscaled_by.get(id(param), self) is not self]
             second = self._unscale(scaler, others, scale / scale)
             check = second.joined(check) if check and second else check or second

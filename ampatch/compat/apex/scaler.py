@@ -20,12 +20,12 @@ __all__ = ["LossScaler"]
 _PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_loss_scale")
 
 
-def _setting(name: str, default: Any, kind: type) -> Any:
+def _setting(name: str, default: Any, convert: Callable) -> Any:
     """A property: a setting of a dynamic scaler; of a static one always `default`."""
 
     def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
-            value = getattr(ScaleSettings, name) if value is None else kind(value)
+            value = getattr(ScaleSettings, name) if value is None else convert(value)
             scaler._scaler.change("loss scaler", {name: value})
 
     return property(lambda scaler: getattr(scaler._scaler.settings, name, default), set_value)
@@ -79,14 +79,14 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
-        own = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
-        return {**own, "dynamic": self.dynamic, "scale_factor": factor}
+        saved = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
+        return {**saved, "dynamic": self.dynamic, "scale_factor": factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
         factor = state.get("scale_factor", 2.0)  # which apex has not
-        kind = "dynamic" if state["dynamic"] else scale
-        LossScaler.__init__(self, kind, scale, factor, window, *limits)
+        loss_scale = "dynamic" if state["dynamic"] else scale
+        LossScaler.__init__(self, loss_scale, scale, factor, window, *limits)
         if self.dynamic:
             self._unskipped = clean
 

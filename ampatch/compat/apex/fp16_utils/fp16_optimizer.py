@@ -175,8 +175,8 @@ class FP16_Optimizer:  # apex's name
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict`, apex's too.  Load the model first."""
-        saved, own = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
-        shapes = [[[t.shape for t in group] for group in groups] for groups in (saved, own)]
+        saved, masters = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
+        shapes = [[[t.shape for t in group] for group in groups] for groups in (saved, masters)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
@@ -188,7 +188,7 @@ class FP16_Optimizer:  # apex's name
             setattr(self, name, state_dict[name])
         self.loss_scaler = _newest_class(self.loss_scaler)
         with torch.no_grad():
-            for master, value in zip(chain(*own), chain(*saved), strict=True):
+            for master, value in zip(chain(*masters), chain(*saved), strict=True):
                 master.copy_(value)
 
     @property
