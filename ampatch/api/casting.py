@@ -112,8 +112,8 @@ def precision(dtype: Precision) -> PolicyContext:
     and holds in managed models that are called inside.  If no open session casts, it does nothing.
     Raises `ValueError` for any other `dtype`.
     """
-    call = f"ampatch.precision({dtype!r})"
-    word(call, dtype, PRECISIONS)
+    what = f"ampatch.precision({dtype!r})"
+    word(what, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_policy()
@@ -124,4 +124,4 @@ def precision(dtype: Precision) -> PolicyContext:
             policy = policy.with_half_dtype(half_dtype(on[-1]))
         return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
-    return PolicyContext(registry.state, forced, call)
+    return PolicyContext(registry.state, forced, what)

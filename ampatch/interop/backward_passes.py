@@ -1,8 +1,8 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
-* A pass that asks for gradients of single weights (`inputs=`) goes through all layers whose weights
-  share a cast node with these.  From the next forward on each weight of that model has a cast node
-  of its own.
+* A pass that asks for gradients of single weights (`inputs=`) runs through all layers whose weights
+  share a cast node with these.  From the next forward on, each weight of that model has its own
+  cast node.
 * A pass in a `scale_loss` block is checked: its gradients must be scaled.
 """
 
@@ -28,11 +28,11 @@ def replacements(
     """The replacements.
 
     `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass asks for.  It
-    returns whether existing graphs may cast them in one node with other weights.  Such a pass runs
-    through the layers of these other weights too, and must not free their buffers, as it would not
-    under torch.autocast: it retains the graph.
-    `pass_begins(tensors)` is called before a pass from these that adds to gradients.  It returns a
-    function to call after the pass, or None.
+    returns whether existing graphs may cast them in one node with other weights.  If so, the pass
+    runs through the layers of these weights too.  It retains the graph, so that it frees none of
+    their buffers, as under torch.autocast.
+    `pass_begins(tensors)` is called before a pass from these tensors that adds to gradients.  It
+    returns a check to call after the pass, or None.
     """
 
     def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
@@ -67,15 +67,15 @@ def replacements(
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            ended = None
+            check_pass = None
             if not is_dynamo_compiling():
                 if inputs is not None:
                     tensors, inputs = _materialized(tensors), _materialized(inputs)
                     retain_graph = retained(tensors, inputs, retain_graph)
-                ended = pass_begins(tensors)
+                check_pass = pass_begins(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            if ended is not None:
-                ended()
+            if check_pass is not None:
+                check_pass()
 
         return backward
 
@@ -88,14 +88,14 @@ def _materialized(tensors: Any) -> Any:
 
 
 def _items(tensors: Any) -> Iterable[Any]:
-    """Single outputs or inputs of a pass; torch refuses wrong ones."""
+    """The outputs or inputs of a pass, one by one; torch refuses wrong ones."""
     if isinstance(tensors, (Tensor, GradientEdge)) or not isinstance(tensors, Iterable):
         return [tensors]
     return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
 def _leaf(item: Any) -> Any:
-    """The tensor whose gradient is asked for: of an edge to a leaf's accumulator, the leaf."""
+    """The tensor whose gradient is asked for; for an edge to a leaf's accumulator, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 
 
