@@ -256,13 +256,13 @@ def resumed_options(
     options: Mapping[str, Any],
     asked: Mapping[str, Any],
     arguments: Sequence[str],
-    but: Sequence[str] = (),
+    not_kept: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A resumed sweep: a note on the settings it keeps, the options to record, and those to use.
 
     `options` are those of this call, `asked` those of them that are recorded, `arguments` the
     script's.  `SIZE_OPTIONS` with the value they had change nothing, because the plan has them.
-    Options in `but` are not kept.
+    Options in `not_kept` keep no earlier value.
     """
     from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
 
@@ -272,7 +272,7 @@ def resumed_options(
     kept = {
         n: earlier_options[n]
         for n in earlier_options
-        if (n in known or n in asked) and n not in but
+        if (n in known or n in asked) and n not in not_kept
     }
     both = _joined(kept, asked)
     new = {name for name in SIZE_OPTIONS if name in asked and asked[name] != kept.get(name)}

@@ -186,8 +186,10 @@ def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
 
 def test_copies_are_kept_of_the_modules_whose_turn_it_is_alone(tmp_path, monkeypatch):
     """One in a step where the steps are many."""
-    watch, compare, done = ModuleCall.watch, ModuleCall.compare, []
-    monkeypatch.setattr(ModuleCall, "watch", lambda *of: done.append("kept") or watch(*of))
+    watch, compare, done = ModuleCall.record_gradients, ModuleCall.compare, []
+    monkeypatch.setattr(
+        ModuleCall, "record_gradients", lambda *of: done.append("kept") or watch(*of)
+    )
     monkeypatch.setattr(ModuleCall, "compare", lambda *of: done.append("compared") or compare(*of))
 
     def most_kept(steps):
