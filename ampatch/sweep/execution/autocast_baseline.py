@@ -117,7 +117,7 @@ class AutocastBaseline:
             put_under_autocast(model, self._device, self._dtype)
         for optimizer in optimizers:
             self._replace_step(optimizer)
-        self._recorder.on_engine(
+        self._recorder.on_training_without_ampatch(
             "autocast", {"dtype": str(self._dtype), "grad_scaler": str(scaling), **settings}
         )
 

@@ -28,7 +28,7 @@ class Placement:
     variables: tuple[tuple[str, str | None], ...] = ()
 
     def apply(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with the variables of this slot."""
+        """`environment` with the variables of this placement."""
         merged = {**environment, **dict(self.variables), **_visible(self.devices, environment)}
         return {name: value for name, value in merged.items() if value is not None}
 
