@@ -1,4 +1,4 @@
-"""The observer that watches a script's training from inside the child."""
+"""The observer that records a script's training in the trial's process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recorder:
         self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # how often a session, a step or a metric was seen
+        self.notices = 0  # of sessions, steps and metrics
         self._properties: Any = None
         self._training_without_ampatch: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
