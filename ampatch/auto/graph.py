@@ -59,13 +59,13 @@ class UnmanagedGradients:
     def __enter__(self) -> UnmanagedGradients:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
+    def __exit__(self, exc_type: type[BaseException] | None, *details: object) -> None:
+        if exc_type is None:
             new = [t.grad for t, _ in self._saved.values() if t.grad is not None]
             with torch.no_grad():
                 self._scaler.unscale_(new, self._scale)
         for tensor, earlier in self._saved.values():
-            if kind is not None or tensor.grad is None:
+            if exc_type is not None or tensor.grad is None:
                 tensor.grad = earlier
             elif earlier is not None:
                 tensor.grad = earlier.add_(tensor.grad)
