@@ -186,9 +186,10 @@ def _say_misplaced(options: argparse.Namespace, source: str) -> None:
             remaining.append(word)
     if misplaced and os.environ.get("RANK", "0") == "0":
         command, *before = options.argv[: len(options.argv) - len(options.arguments)]
+        right = shlex.join([command, *misplaced, *before, *remaining])
         print(
-            f"{options.parser.prog}: {shlex.join(misplaced)} went to the script. Options of ampatch "
-            f"come before it: ampatch {shlex.join([command, *misplaced, *before, *remaining])}",
+            f"{options.parser.prog}: {shlex.join(misplaced)} went to the script. Options of "
+            f"ampatch come before it: ampatch {right}",
             file=sys.stderr,
         )
 

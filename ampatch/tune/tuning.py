@@ -75,9 +75,11 @@ class Tuning:
         say: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
-        own = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
-        own |= {"candidates": candidates, "rounds": rounds}
-        options["tuning"] = {name: value for name, value in own.items() if value is not None}
+        tune_options = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
+        tune_options |= {"candidates": candidates, "rounds": rounds}
+        options["tuning"] = {
+            name: value for name, value in tune_options.items() if value is not None
+        }
         sweep_options = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
@@ -93,15 +95,15 @@ class Tuning:
                 say(note)
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
-        own = options["tuning"]
-        if "opt_level" not in own:
-            reason = f" {self.directory} holds no tuning to go on with." if resume else ""
-            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{reason}")
-        self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
+        tune_options = options["tuning"]
+        if "opt_level" not in tune_options:
+            hint = f" {self.directory} holds no tuning to go on with." if resume else ""
+            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{hint}")
+        self._level = Case(tune_options["opt_level"], tune_options.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
-        self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
-        self._max_candidates: int | None = own.get("candidates")
-        self._rounds: int = own.get("rounds", ROUNDS)
+        self._probe_steps: int = tune_options.get("probe_steps", PROBE_STEPS)
+        self._max_candidates: int | None = tune_options.get("candidates")
+        self._rounds: int = tune_options.get("rounds", ROUNDS)
         self._confirms_all = False  # each candidate that passes; False: the answer alone
         self._paths: Sequence[str] = ()  # of all modules of the models
         self._candidates_tried = 0
@@ -175,11 +177,11 @@ class Tuning:
         self._task.say(f"{label}: {'passes' if passed else f'fails: {reason(row)}'}")
         return passed
 
-    def _check_level(self, earlier: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _check_level(self, earlier: Mapping[str, Any], tune_options: Mapping[str, Any]) -> None:
         """Refuse to resume a tuning of another level or half dtype, or a sweep."""
         before, now = (
             options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
-            for options in (earlier, own)
+            for options in (earlier, tune_options)
         )
         if before != now:
             raise ValueError(
