@@ -32,9 +32,9 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 def type_name(value: object) -> str:
     """The type of `value` as code names it: `torch.nn.Linear`, `str`."""
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
+    cls = type(value)
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return f"{module}{cls.__qualname__}"
 
 
 class UndoAll:

@@ -124,7 +124,7 @@ class Kind:
         )
 
     def description(self) -> str:
-        """What the script has and what follows, as a sentence without its subject."""
+        """What the script has, and what that means for the rows; a sentence without a subject."""
         title = self.framework and FRAMEWORKS[self.framework].title
         loop = f", in a training loop of {title}" if title else ""
         if self.name == AMPATCH:

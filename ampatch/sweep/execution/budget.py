@@ -106,8 +106,8 @@ class Timings:
     overhead: float  # of the quickest whole run, without its steps
     whole_steps: int  # optimizer steps of a whole run
     short_steps: int  # of a short run
-    steps: Mapping[Case, float]  # one step of each row that has run
-    wholes: Mapping[Case, float]  # a whole run of each row that has run
+    steps: Mapping[Case, float]  # a step of each row that has run
+    whole_runs: Mapping[Case, float]  # a whole run of each row that has run
     half_speeds: Mapping[str, float]  # of each half dtype, relative to FP32
     failed: Sequence[Run]
 
@@ -129,7 +129,7 @@ class Timings:
             whole_steps=bases[0].steps,
             short_steps=short_steps(bases) or MIN_TIMED_STEPS,
             steps=_means((run.case, _step(run)) for run in trained if _step(run)),
-            wholes=_means(
+            whole_runs=_means(
                 (run.case, run.seconds)
                 for run in runs
                 if not run.trial.short and run is not bases[0]  # it started cold
@@ -153,7 +153,7 @@ class Timings:
             steps = MIN_TIMED_STEPS if few_steps else min(self.short_steps, self.whole_steps)
             return self.startup + steps * self.step_seconds(trial.case)
         estimate = self.overhead + self.whole_steps * self.step_seconds(trial.case)
-        return self.wholes.get(trial.case, estimate)
+        return self.whole_runs.get(trial.case, estimate)
 
     def sweep_seconds(
         self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]

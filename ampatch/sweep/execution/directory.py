@@ -51,11 +51,11 @@ class RunFiles:
     run: Path
     record: Path  # written by the child, until the run has ended
     progress: Path
-    log: Path
+    log: Path  # what the script prints
     directory: Path
     ranks: Path  # a directory for torchrun, until the run has ended
     imports: Path  # what a cold run has imported, until it has ended
-    copy: Path  # of the current folder, with --in-copy; then what was written there
+    copy: Path  # of the current folder, with --in-copy; after the run, what was written there
 
     @classmethod
     def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
@@ -70,7 +70,7 @@ class RunFiles:
             _remove(path)
 
     def remove_unfinished(self) -> None:
-        """Delete what is there while the trial runs."""
+        """Delete the files that exist only while the trial runs."""
         for path in (self.record, self.progress, self.imports, self.ranks):
             _remove(path)
 

@@ -1,4 +1,4 @@
-"""`Sweep`: made from options, run, and sweep_options for results."""
+"""`Sweep`: a script with options, its trials, and their results."""
 
 from __future__ import annotations
 

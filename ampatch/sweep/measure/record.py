@@ -70,7 +70,7 @@ class Run:
     seconds: float  # the whole process
     measured: Measured | None  # None: the process ended without a record
     ended_by: str = ""  # why the parent ended it, if it did
-    timeout: float | None = None  # seconds, as it was when the run was made
+    timeout: float | None = None  # seconds, in this run
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
     imports: float = 0.0  # seconds of imports in a cold start, which warm ones do not take
     host: str = ""

@@ -111,9 +111,9 @@ class Row:
     engine: str = "ampatch"
     settings: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    runs: int = 0  # ended ones
+    runs: int = 0  # that have ended
     good_runs: int = 0
-    seeds: int = 0  # different ones among them
+    seeds: int = 0  # different seeds of these runs
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
     cpu_ms: float | None = None  # in all threads; None where the device is no CPU
