@@ -101,5 +101,5 @@ class Trial:
         plain = re.sub(r"[^\w+.=,-]", "_", label)[:80]
         if plain != label:
             plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
-        kind = ".again" if self.again else ".short" if self.short else ""
-        return f"{plain}.seed{self.seed}.repeat{self.repeat}{kind}"
+        ending = ".again" if self.again else ".short" if self.short else ""
+        return f"{plain}.seed{self.seed}.repeat{self.repeat}{ending}"

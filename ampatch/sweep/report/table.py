@@ -83,7 +83,7 @@ def _are_uneven(rows: Sequence[Row]) -> bool:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the table's columns, up to four lines."""
     ways = _directions(rows).values()
-    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
+    memory_kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     explanations = {
         "speed: O0's step time over the row's in the same round, above 1 is faster; in brackets "
         "quartiles": any(row.speeds for row in rows),
@@ -93,7 +93,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "gradient accumulation already divided": any(row.last_loss is not None for row in rows),
     }
     used = [text for text, is_used in explanations.items() if is_used]
-    text = "; ".join([*used, *(_MEMORY[kind] for kind in kinds)])
+    text = "; ".join([*used, *(_MEMORY[kind] for kind in memory_kinds)])
     first = [f"{text[0].upper()}{text[1:]}."] if text else []
     return [*first, *_unknown_note(rows), *mark_notes(rows)]
 
