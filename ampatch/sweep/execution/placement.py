@@ -48,7 +48,8 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     missing = [device for device in devices if int(device.partition(":")[2]) >= existing]
     if missing:
         raise ValueError(
-            f"{option}: there is no {missing[0]} on this machine, which has {existing} of {device_type}."
+            f"{option}: there is no {missing[0]} on this machine, which has {existing} of "
+            f"{device_type}."
         )
     if len(devices) % size:
         raise ValueError(
