@@ -216,7 +216,8 @@ def commands() -> str:
     ]
     known: dict[str, str] = {}
     sections = "\n\n".join(_command(choices[name], known) for name in NAMES)
-    return f"Exit status of every command: {_COMMON_CODES}.\n\n{sections.replace(f'; {_COMMON_CODES}', '')}"
+    sections = sections.replace(f"; {_COMMON_CODES}", "")
+    return f"Exit status of every command: {_COMMON_CODES}.\n\n{sections}"
 
 
 def _command(parser: argparse.ArgumentParser, known: dict[str, str]) -> str:
