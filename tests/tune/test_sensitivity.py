@@ -231,7 +231,7 @@ def test_gradients_arrive_in_a_reentrant_checkpoint_too():
     """Its backward pass runs inside another."""
     layer, before, calls = nn.Linear(4, 4), nn.Linear(4, 4), []
     layer.register_forward_pre_hook(lambda _, args: calls.append(ModuleCall(layer, args, {}, True)))
-    layer.register_forward_hook(lambda *call: calls[-1].watch(call[-1]))
+    layer.register_forward_hook(lambda *call: calls[-1].record_gradients(call[-1]))
     checkpoint(layer, before(torch.randn(3, 4)), use_reentrant=True).sum().backward()
     assert [call.largest_gradient for call in calls] == [0.0, 1.0]
     exact, recomputed = [call.compare(HalfMode(torch.float16)) for call in calls]
@@ -304,7 +304,7 @@ def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
     module(x)
     assert not module.weight.is_leaf  # which deepcopy refuses
     call = ModuleCall(module, (x,), {}, as_group=True)
-    call.watch(module(x))
+    call.record_gradients(module(x))
     assert 0 < call.compare(HalfMode(torch.float16)).output < 2e-3
 
 
