@@ -1,6 +1,6 @@
 """The exceptions of ampatch, and helpers for their messages.  A leaf.
 
-Wrong values are `ValueError`, wrong types `TypeError`, and calls in the wrong
+Wrong values raise `ValueError`, wrong types `TypeError`, and calls in the wrong
 order or on the wrong object `AmpatchError` (a `RuntimeError`).  Each message
 says what was done, what was expected and what to do.
 """
@@ -31,17 +31,17 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 
 def type_name(value: object) -> str:
-    """The type of `value` as a person would write it: `torch.nn.Linear`, `str`."""
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
+    """The type of `value` as code names it: `torch.nn.Linear`, `str`."""
+    cls = type(value)
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return f"{module}{cls.__qualname__}"
 
 
 class UndoAll:
-    """The steps of an undo: each runs, whatever the others raise; errors are raised at the end.
+    """Runs all steps of an undo, even if some raise; their errors are raised at the end.
 
-    A step that Ctrl-C has stopped runs again, from its beginning.  `what` is the user's call, which
-    begins the message of several errors.
+    A step that Ctrl-C interrupts is run again from its beginning.  `what` is the user's call; it
+    begins the message if there are several errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -81,5 +81,5 @@ class UndoAll:
 
 
 def _are_alike(first: BaseException, second: BaseException) -> bool:
-    """Whether two errors have the same type and arguments: several steps may meet one fault."""
+    """Whether two errors have the same type and arguments, as if one fault had caused both."""
     return type(first) is type(second) and first.args == second.args

@@ -1,7 +1,8 @@
 """The logger "ampatch": rank 0 only, silent at verbosity 0, each message at most three times.
 
-A leaf.  The engine does not print; applications decide what they show.  Scripts written for apex
-decide nothing, and apex printed: for them, and under `ampatch run`, `show_without_handlers`.
+A leaf.  The package logs and does not print: applications decide what they show.  Scripts for apex
+set no handler up, because apex printed.  For them, and under `ampatch run`, there is
+`show_without_handlers`.
 """
 
 from __future__ import annotations
@@ -16,39 +17,43 @@ import torch.distributed
 _REPEATS = 3  # times that the same message is logged
 
 ONCE = {"ampatch_once": True}
-"""As `extra` of a message: it is logged once per process, however often sessions open."""
+"""The `extra` of a message that is logged once per process, also if several sessions open."""
 
 
-class _Noise(logging.Filter):
+class _RepeatFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self.verbosity = 1
-        self._said: collections.Counter[str] = collections.Counter()
-        self._said_for_good: set[str] = set()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._logged_once: set[str] = set()
 
     def reset(self, verbosity: int) -> None:
         self.verbosity = verbosity
-        self._said.clear()
+        self._counts.clear()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if self.verbosity == 0 or _rank() != 0:
             return False
-        if logger.level == _SHOWN_FROM and record.levelno < logging.root.level and _is_shown():
-            return False  # what the program has set up shows no such messages
+        if (
+            logger.level == _SHOWN_FROM
+            and record.levelno < logging.root.level
+            and _has_own_handler()
+        ):
+            return False  # the handlers of the program show no such messages
         message = record.getMessage()
-        if message in self._said_for_good:
+        if message in self._logged_once:
             return False
         if hasattr(record, "ampatch_once"):
-            self._said_for_good.add(message)
-        self._said[message] += 1
-        return self._said[message] <= _REPEATS
+            self._logged_once.add(message)
+        self._counts[message] += 1
+        return self._counts[message] <= _REPEATS
 
 
-class _Stderr(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Shows messages on stderr, unless the program shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _is_shown():
+        if not _has_own_handler():
             try:
                 print(self.format(record), file=sys.stderr, flush=True)
             except Exception:
@@ -56,23 +61,23 @@ class _Stderr(logging.Handler):
 
 
 _SHOWN_FROM = logging.INFO - 1
-"""The logger's level where it is set here: not INFO, by which a program's own is told from it."""
+"""The level that is set here; not INFO, so that it differs from a level that the program set."""
 
 logger = logging.getLogger("ampatch")
-_stderr = _Stderr()
-_noise = _Noise()
-logger.addFilter(_noise)
+_stderr = _StderrHandler()
+_repeat_filter = _RepeatFilter()
+logger.addFilter(_repeat_filter)
 
 
 def set_verbosity(verbosity: int) -> None:
     """0 logs nothing, any other number logs.  Repeated messages are counted anew."""
-    _noise.reset(verbosity)
+    _repeat_filter.reset(verbosity)
 
 
 def show_without_handlers(is_on: bool) -> None:
-    """Show messages from INFO on on stderr, as long as the program has no handler for them.
+    """Show messages of level INFO or higher on stderr while the program has no handler for them.
 
-    That is one of the logger "ampatch" or of the root.  False ends it.
+    Its handlers are those of the logger "ampatch" and of the root.  False ends it.
     """
     if is_on and not shows():
         logger.addHandler(_stderr)
@@ -89,10 +94,10 @@ def shows() -> bool:
     return _stderr in logger.handlers
 
 
-def _is_shown() -> bool:
+def _has_own_handler() -> bool:
     """Whether the program has a handler for the messages."""
-    own = [handler for handler in logger.handlers if handler is not _stderr]
-    return bool(own or (logger.propagate and logging.root.handlers))
+    of_logger = [handler for handler in logger.handlers if handler is not _stderr]
+    return bool(of_logger or (logger.propagate and logging.root.handlers))
 
 
 def _rank() -> int:

@@ -4,8 +4,8 @@
 
     def prepare(model: nn.Module, opt_level: OptLevel) -> nn.Module: ...
 
-Nothing here runs: the functions check what they are given by themselves, and take more (opt levels
-as `"o1"`, numbers as strings) than a type checker lets pass.
+Nothing here runs.  The functions check their arguments themselves, and accept more than a type
+checker does: opt levels as `"o1"`, numbers as strings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ StopAt = Literal["unabsorbed", "any"]
 Overrides = (
     Mapping[str | type[nn.Module] | Callable[..., object], Precision] | str | os.PathLike[str]
 )
-"""By module or function; or JSON, or the path of a file of it."""
+"""By module or function; or JSON text, or the path of a JSON file."""
 
 
 class Optimizer(Protocol):
@@ -49,7 +49,7 @@ class StandIn(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that it stands for."""
+        """The optimizer that it stands for."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> object:
         """Updates the parameters."""
@@ -60,11 +60,11 @@ Owner = ModuleType | type[object] | str
 AnyOptimizer = Optimizer | StandIn
 Model = TypeVar("Model", bound=nn.Module)
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
-"""What `initialize` returns is what it was given: one model, or a list or tuple of them."""
+"""`initialize` returns what it gets: one model, or a list or tuple of them."""
 Optimizers = TypeVar("Optimizers", bound=AnyOptimizer | Sequence[AnyOptimizer])
 Called = TypeVar("Called", bound=Callable[..., object])
 Function = TypeVar("Function", bound="Callable[..., object] | classmethod[Any, Any, Any]")
-"""What a decorator is given, and returns."""
+"""What a decorator gets and returns."""
 
 
 class ScaleRule(TypedDict, total=False):

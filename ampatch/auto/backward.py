@@ -1,9 +1,9 @@
 """`loss.backward()` as a `scale_loss` block of its own.
 
 The result is that of an FP32 script: unscaled gradients in `.grad`, added to the
-earlier ones.  The engine keeps the overflow flag until the step.
+earlier ones.  The session keeps the overflow flag until the step.
 
-A pass is not scaled if scaling cannot be undone or has no use: with `create_graph`,
+A pass is not scaled if scaling cannot be undone or is of no use: with `create_graph`,
 with roots that are not floating tensors, and if it reaches no parameter of an
 optimizer (an update by hand cannot be skipped after an overflow).
 """
@@ -27,7 +27,7 @@ from .graph import UnmanagedGradients, leaves
 
 
 class _Targets(NamedTuple):
-    """The tensors that get gradients from a pass, as far as known, and their optimizers."""
+    """What gets gradients from a pass: tensors, as far as the graph shows them, and optimizers."""
 
     reached: list[Tensor]
     optimizers: list[ManagedOptimizer]
@@ -40,11 +40,11 @@ class BackwardPasses:
         self._session, self._forwards = session, forwards
         self._scaler = session.scalers[0]
         self._lock = threading.RLock()
-        self._warned = False
+        self._has_warned_unscaled = False
         self._has_warned_without_casts = False
-        self._others: UnmanagedGradients | None = None
+        self._unmanaged: UnmanagedGradients | None = None  # of the running scaled pass
         self.scale: Any = None  # of the running pass; None: it is not scaled
-        self.deferred_hooks: list[Callable[[], None]] = []  # they wait for unscaled gradients
+        self.deferred_hooks: list[Callable[[], None]] = []  # called when the pass has unscaled
 
     def around(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
@@ -56,9 +56,9 @@ class BackwardPasses:
             if is_dynamo_compiling() or self._scaler.is_one or not self._session.is_open:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            roots = _listed(bound.arguments["tensors"])
+            roots = _as_list(bound.arguments["tensors"])
             if current_backward_pass() != -1:
-                self._nested(bound.arguments, roots)
+                self._prepare_nested(bound.arguments, roots)
                 return original(*bound.args, **bound.kwargs)
             with self._lock:
                 targets = self._targets(bound.arguments, roots)
@@ -94,12 +94,12 @@ class BackwardPasses:
         if arguments.get("create_graph") or not all(map(_is_loss, roots)):
             return None
         inputs = arguments.get("inputs")
-        reached, hidden = (_listed(inputs), False) if inputs is not None else leaves(roots)
+        reached, is_hidden = (_as_list(inputs), False) if inputs is not None else leaves(roots)
         ids = {id(tensor) for tensor in reached}
         optimizers = [
             optimizer
             for optimizer in self._session.optimizers
-            if hidden or any(id(param) in ids for param in optimizer.parameters())
+            if is_hidden or any(id(param) in ids for param in optimizer.parameters())
         ]
         if optimizers:
             return _Targets(reached, optimizers)
@@ -107,8 +107,8 @@ class BackwardPasses:
         return None
 
     def _warn_unscaled(self) -> None:
-        if not self._warned and self._forwards.has_cast:
-            self._warned = True
+        if not self._has_warned_unscaled and self._forwards.has_cast:
+            self._has_warned_unscaled = True
             logger.warning(
                 "ampatch run --auto: a backward() reached no parameter of a torch.optim.Optimizer. "
                 "Such losses are not scaled, because no step can be skipped after an overflow; "
@@ -119,38 +119,42 @@ class BackwardPasses:
         return {id(param) for o in self._session.optimizers for param in o.parameters()}
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, targets: _Targets) -> None:
-        roots = _listed(bound.arguments["tensors"])
+        roots = _as_list(bound.arguments["tensors"])
         block = self._session.scaled_backward(
             roots[0], targets.optimizers, 0, delay_unscale=False, delay_overflow_check=False
         )
-        others = UnmanagedGradients(self._managed_ids(), self._scaler, self._scaler.snapshot())
+        scale = self._scaler.snapshot()
+        unmanaged = UnmanagedGradients(self._managed_ids(), self._scaler, scale)
         try:
-            with torch.enable_grad(), others, block as scaled_loss:  # grad mode may be off here
-                others.add(targets.reached)
-                self._others, self.scale = others, self._scaler.snapshot()
-                rest = [self._scaler.scale(root)[0] for root in roots[1:]]
-                bound.arguments["tensors"] = (scaled_loss, *rest)
+            with torch.enable_grad(), unmanaged, block as scaled_loss:  # grad mode may be off
+                unmanaged.add(targets.reached)
+                self._unmanaged, self.scale = unmanaged, self._scaler.snapshot()
+                other_losses = [self._scaler.scale(root)[0] for root in roots[1:]]
+                bound.arguments["tensors"] = (scaled_loss, *other_losses)
                 original(*bound.args, **bound.kwargs)
         finally:
-            self._others = self.scale = None
+            self._unmanaged = self.scale = None
             hooks, self.deferred_hooks = self.deferred_hooks, []
         with torch.no_grad():  # as within the pass
             for hook in hooks:
                 hook()
 
-    def _nested(self, arguments: dict, roots: list[Any]) -> None:
-        """A pass inside another: it continues the gradients of that one, or starts from a loss."""
-        if self._others is None:
+    def _prepare_nested(self, arguments: dict, roots: list[Any]) -> None:
+        """Prepare a pass inside another.  If it starts from losses, these are scaled.
+
+        Otherwise it starts from gradients of the outer pass, which are scaled already.
+        """
+        if self._unmanaged is None:
             return
         inputs = arguments.get("inputs")
         tensors = [root for root in roots if isinstance(root, Tensor)]
-        self._others.add(_listed(inputs) if inputs is not None else leaves(tensors)[0])
+        self._unmanaged.add(_as_list(inputs) if inputs is not None else leaves(tensors)[0])
         if arguments.get("grad_tensors") is None and all(map(_is_loss, roots)):
             with torch.enable_grad():
                 arguments["tensors"] = tuple(self._scaler.scale(root)[0] for root in roots)
 
 
-def _listed(tensors: Any) -> list[Any]:
+def _as_list(tensors: Any) -> list[Any]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
 
 

@@ -1,4 +1,4 @@
-"""Starts mixed precision in a process; its patches go when the session closes."""
+"""Starts mixed precision in a process; the patches are undone when the session closes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, refusals
 from .backward import BackwardPasses
 
-_UNKNOWN = (
-    "a script without AMP code never says which module is the model. Write two lines into the "
-    "script: import ampatch, and behind model and optimizer model, optimizer = "
-    "ampatch.initialize(model, optimizer)"
+_EXPECTED = (
+    "--auto takes O0, O1 or O4, without overrides, because a script without AMP code never says "
+    "which module is the model. For other settings, import ampatch, and after you make model and "
+    "optimizer, add: model, optimizer = ampatch.initialize(model, optimizer)"
 )
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raise `ValueError` for an opt level, or for overrides, that `--auto` cannot have."""
+    """Raise `ValueError` for an opt level or overrides that `--auto` cannot have."""
     level = settings.get("opt_level", "O1")
     if "overrides" in settings:
         raise ValueError(
             "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
-            f"paths, and {_UNKNOWN}."
+            f"paths in the model. {_EXPECTED}"
         )
     if level not in ("O0", "O1", "O4"):
         raise ValueError(
-            f"--auto with opt level {level}: it converts a model's weights and hooks its "
-            f"inputs and outputs, and {_UNKNOWN}. Expected --opt-level O1 (or O0) otherwise."
+            f"--auto with opt level {level}: it converts the model's weights and hooks its "
+            f"inputs and outputs. {_EXPECTED}"
         )
 
 
@@ -64,8 +64,8 @@ def start(settings: dict[str, Any]) -> Session | None:
     patches.replace(torch.autograd, "backward", passes.around)
     if not session.scalers[0].is_one:
         gradient_hooks.install(patches, passes)
-    for name in ("__init__", "__setstate__"):  # for new ones, and for copied or unpickled ones
-        patches.replace(Optimizer, name, lambda original: _managing(original, session))
+    for name in ("__init__", "__setstate__"):  # new optimizers, and copied or unpickled ones
+        patches.replace(Optimizer, name, lambda original: _then_manage(original, session))
     ending = _Ending(session, patches)
     ending.stop_observing = ampatch.observe(ending)
     return session
@@ -77,16 +77,18 @@ class _Ending:
     def __init__(self, session: Session, patches: PatchSet) -> None:
         self._session = session
         self._patches = patches
-        self.stop_observing: Callable[[], None]
+        self.stop_observing: Callable[[], None]  # set by `start`
 
     def on_close(self, session: Session) -> None:
-        """Undo the patches, if this is the session that closes."""
+        """Undo the patches if the closing session is the one of `--auto`."""
         if session is self._session:
             self._patches.undo()
             self.stop_observing()
 
 
-def _managing(original: Callable, session: Session) -> Callable:
+def _then_manage(original: Callable, session: Session) -> Callable:
+    """The method `original` of optimizers, which then come under the session."""
+
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)

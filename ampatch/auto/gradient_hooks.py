@@ -1,8 +1,8 @@
 """The script's hooks on tensors get unscaled gradients inside a backward pass.
 
 Otherwise `x.register_hook(lambda grad: grad.clamp(-1, 1))` would clip scaled numbers.  Hooks that
-run after a gradient has been accumulated (an optimizer step inside the backward pass) wait for the
-end of the pass.  Other ways to see gradients within a scaled pass are refused.
+run after a gradient has been accumulated (an optimizer step inside the backward pass) are deferred
+to the end of the pass.  Other ways to see gradients within a scaled pass are refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _REFUSED = (
 
 
 def install(patches: PatchSet, passes: BackwardPasses) -> None:
-    """Replace the functions that register hooks, where passes are scaled."""
+    """Replace the functions that register hooks."""
 
-    def wrapping(wrap: Callable[..., Callable], original: Callable) -> Callable:
+    def registering(wrap: Callable[..., Callable], original: Callable) -> Callable:
         @functools.wraps(original)
         def register(self: Tensor, hook: Callable) -> Any:
             if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
@@ -39,9 +39,9 @@ def install(patches: PatchSet, passes: BackwardPasses) -> None:
 
         return register
 
-    patches.replace(torch.Tensor, "register_hook", functools.partial(wrapping, _unscaling))
+    patches.replace(torch.Tensor, "register_hook", functools.partial(registering, _shown_unscaled))
     name = "register_post_accumulate_grad_hook"
-    patches.replace(torch.Tensor, name, functools.partial(wrapping, _waiting))
+    patches.replace(torch.Tensor, name, functools.partial(registering, _deferred))
     for owner, name in _REFUSED:
         patches.replace(owner, name, functools.partial(_refusing, f"{owner.__name__}.{name}"))
 
@@ -53,15 +53,17 @@ def _refusing(name: str, original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         raise AmpatchError(
             f"--auto scales backward passes in float16, and {name} would show scaled gradients. "
-            "Expected --dtype bfloat16, which needs no scale, or two lines in the script: import "
-            "ampatch, and behind model and optimizer model, optimizer = "
-            "ampatch.initialize(model, optimizer)."
+            "Expected --dtype bfloat16, which needs no scale. Or leave --auto out, import ampatch, "
+            "and after you make model and optimizer, add: model, optimizer = "
+            "ampatch.initialize(model, optimizer)"
         )
 
     return refuse
 
 
-def _waiting(hook: Callable, passes: BackwardPasses) -> Callable:
+def _deferred(hook: Callable, passes: BackwardPasses) -> Callable:
+    """The hook, called at the end of a scaled pass."""
+
     @functools.wraps(hook)
     def on_accumulated(tensor: Tensor) -> None:
         if passes.scale is None:
@@ -72,7 +74,9 @@ def _waiting(hook: Callable, passes: BackwardPasses) -> Callable:
     return on_accumulated
 
 
-def _unscaling(hook: Callable, passes: BackwardPasses) -> Callable:
+def _shown_unscaled(hook: Callable, passes: BackwardPasses) -> Callable:
+    """The hook, which gets the unscaled gradient; what it returns is scaled again."""
+
     @functools.wraps(hook)
     def on_gradient(grad: Tensor) -> Tensor | None:
         if passes.scale is None:
@@ -80,11 +84,11 @@ def _unscaling(hook: Callable, passes: BackwardPasses) -> Callable:
         scale = passes.scale
         scale = scale.to(grad.device) if isinstance(scale, Tensor) else scale
         is_half = grad.dtype in (torch.float16, torch.bfloat16)
-        shown = (grad.float() if is_half else grad) / scale  # in FP32, where it does not underflow
-        before = shown._version
-        result = hook(shown)
-        if result is None and shown._version == before:
+        unscaled = (grad.float() if is_half else grad) / scale  # FP32 does not underflow
+        version = unscaled._version
+        result = hook(unscaled)
+        if result is None and unscaled._version == version:
             return None
-        return ((shown if result is None else result) * scale).to(grad.dtype)
+        return ((unscaled if result is None else result) * scale).to(grad.dtype)
 
     return on_gradient

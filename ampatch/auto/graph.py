@@ -11,37 +11,36 @@ from torch.autograd.function import BackwardCFunction
 
 
 def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """The leaves that `roots` reach, and whether there may be leaves that the graph hides.
+    """The leaves that `roots` reach, and whether there may be others in a hidden graph.
 
-    A Python `autograd.Function` may run a backward pass of its own over a hidden graph, as
-    `torch.utils.checkpoint(use_reentrant=True)` does.
+    A Python `autograd.Function` may run a backward pass of its own over a graph that `roots` do
+    not show, as `torch.utils.checkpoint(use_reentrant=True)` does.
     """
     reached = [root for root in roots if root.is_leaf and root.requires_grad]
-    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)  # holds the nodes: a dropped one would come back as a new Python object
-    hidden = False
-    while todo:
-        node = todo.pop()
-        following = node.next_functions
-        if not following:
+    pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(pending)  # holds the nodes: a dropped one would come back as a new Python object
+    is_hidden = False
+    while pending:
+        node = pending.pop()
+        edges = node.next_functions
+        if not edges:
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 reached.append(variable)
             continue
-        hidden = hidden or isinstance(node, BackwardCFunction)
-        for other, _ in following:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-    return reached, hidden
+        is_hidden = is_hidden or isinstance(node, BackwardCFunction)
+        for next_node, _ in edges:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                pending.append(next_node)
+    return reached, is_hidden
 
 
 class UnmanagedGradients:
-    """Context manager for one scaled pass: gradients of tensors that no optimizer has.
+    """Context manager for one scaled pass: unscales gradients of tensors that no optimizer has.
 
-    They are unscaled too: gradients of inputs that a script perturbs, of weights that it updates by
-    hand or not at all, of results with `retain_grad`.  An overflow in them does not change the loss
-    scale.
+    These are inputs that a script perturbs, weights that it updates by hand or not at all, and
+    results with `retain_grad`.  An overflow in their gradients does not change the loss scale.
     """
 
     def __init__(self, managed_ids: set[int], scaler: Any, scale: Any) -> None:
@@ -60,13 +59,13 @@ class UnmanagedGradients:
     def __enter__(self) -> UnmanagedGradients:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
+    def __exit__(self, exc_type: type[BaseException] | None, *details: object) -> None:
+        if exc_type is None:
             new = [t.grad for t, _ in self._saved.values() if t.grad is not None]
             with torch.no_grad():
                 self._scaler.unscale_(new, self._scale)
         for tensor, earlier in self._saved.values():
-            if kind is not None or tensor.grad is None:
+            if exc_type is not None or tensor.grad is None:
                 tensor.grad = earlier
             elif earlier is not None:
                 tensor.grad = earlier.add_(tensor.grad)

@@ -20,7 +20,7 @@ from ..session.facade import PatchSet
 
 
 def install(patches: PatchSet) -> None:
-    """Replace the entry points of other AMP code by functions that raise."""
+    """Replace the entry points of AMP code by functions that raise."""
     for name in ("initialize", "init"):
         patches.replace(ampatch, name, functools.partial(_refusing, f"ampatch.{name}"))
     patches.replace(torch.amp.GradScaler, "__init__", _refusing_scaler)
@@ -34,7 +34,7 @@ def _error(what: str, instead: str) -> AmpatchError:
 
 
 def _refusing(what: str, original: Callable) -> Callable:
-    """Refuses `enabled=False` too: the script's `scale_loss` would use the session of --auto."""
+    """A function that raises, also for `enabled=False`: `scale_loss` would use --auto's session."""
 
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:

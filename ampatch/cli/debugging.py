@@ -16,10 +16,10 @@ SHOWN = 10  # overflows that are listed
 
 
 def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
-    """`execute()` with every model watched; what was found goes to the standard error.
+    """`execute()` with every model watched; prints on the standard error what was found.
 
-    `execute` runs the script and returns its exit code.  A finding ends the script; the
-    exit code is then 1.
+    `execute` runs the script and returns its exit code.  The first inf or NaN that counts ends the
+    script, with exit code 1.
     """
     from ampatch.diagnose.nonfinite import Debugger
     from ampatch.diagnose.running import EndAtFinding
@@ -34,15 +34,15 @@ def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
 
 
 def _lines(debugger: Debugger) -> Iterator[str]:
-    passed, unseen = debugger.passed_over, debugger.unseen_skips
-    if passed:
+    passed_over, unseen = debugger.passed_over, debugger.unseen_skips
+    if passed_over:
         yield (
-            f"ampatch: passed over overflows in {counted(len(passed), 'step')}, because a smaller "
-            "loss scale cures them (--stop-at any stops there)."
+            f"ampatch: passed over overflows in {counted(len(passed_over), 'step')}, because a "
+            "smaller loss scale cures them (--stop-at any stops there)."
         )
-        yield from (f"  {report.in_short()}" for report in passed[:SHOWN])
-        if len(passed) > SHOWN:
-            yield f"  ... and {len(passed) - SHOWN} more"
+        yield from (f"  {report.in_short()}" for report in passed_over[:SHOWN])
+        if len(passed_over) > SHOWN:
+            yield f"  ... and {len(passed_over) - SHOWN} more"
     if unseen:
         yield (
             f"ampatch: skipped {counted(unseen, 'step')} because of an inf or NaN that no backward "
@@ -55,7 +55,7 @@ def _lines(debugger: Debugger) -> Iterator[str]:
         yield "ampatch: no inf or NaN: no optimizer stepped."
         return
     yield (
-        f"ampatch: {'no other' if passed or unseen else 'no'} inf or NaN in {debugger.step} "
+        f"ampatch: {'no other' if passed_over or unseen else 'no'} inf or NaN in {debugger.step} "
         "optimizer steps. Where training goes wrong all the same, gradients may be too small for "
         "float16: ampatch gradients SCRIPT shows what is lost of them."
     )

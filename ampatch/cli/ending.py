@@ -1,4 +1,4 @@
-"""How a command ends that is interrupted or cannot write: with one line and its exit code."""
+"""A command that is interrupted or cannot write ends with one line and its own exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def end_quietly(command: Callable[[], int], name: str) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # `ampatch tables | head`
-        _write_nowhere()
+        _discard_output()
         return READER_ENDED
     except KeyboardInterrupt:
         _end_at_the_next_interrupt()
@@ -77,12 +77,12 @@ def resume_command(directory: Path) -> str:
 
 
 def cause(error: OSError) -> str:
-    """The file and what the system says of it; where there is no file, the error's own text."""
+    """The file and the reason; the error's own text if it names no file."""
     return str(error) if error.filename is None else f"{error.filename}: {error.strerror}."
 
 
-def _write_nowhere() -> None:
-    """Drop what the streams still hold, about which Python would complain at its end."""
+def _discard_output() -> None:
+    """Drop what the streams still hold: otherwise Python reports it when the process ends."""
     for stream in (sys.stdout, sys.stderr):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -90,6 +90,6 @@ def _write_nowhere() -> None:
 
 
 def _end_at_the_next_interrupt() -> None:
-    """Another Ctrl-C ends the process at once, without a traceback of what runs at its end."""
+    """Let another Ctrl-C end the process at once, without tracebacks of exit handlers."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *signals: os._exit(INTERRUPTED))

@@ -1,4 +1,4 @@
-"""The command `ampatch explain`: the answer so far is printed where the script fails, too."""
+"""The command `ampatch explain`.  If the script fails, it prints the answer so far."""
 
 from __future__ import annotations
 

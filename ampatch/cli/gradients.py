@@ -1,4 +1,4 @@
-"""The command `ampatch gradients`: the answer so far is printed where the script fails, too."""
+"""The command `ampatch gradients`.  If the script fails, it prints the answer so far."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command `ampatch` and its subcommands.
 
-Each has a file of its own: `add_parser` adds it to the subparsers, `run` returns the exit code.  It
-imports what it needs when it runs, so that a wrong option is refused at once.
+Each has a file of its own: `add_parser` adds it to the subparsers, `run` returns the exit code.
+`run` imports what it needs, so that a wrong option is refused at once.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain
 """Subcommands that give the script all that follows it, and their options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
-_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the output is a closed pipe"
-_OF_SCRIPTS = "0; the script's own if it failed; 1 if it never stepped an optimizer"
-_ENDINGS = {
+_COMMON_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the output is a closed pipe"
+_CODES_OF_WATCHED = "0; the script's own if it failed; 1 if it never stepped an optimizer"
+_EXIT_CODES = {
     "sweep": "0; 1 if no run succeeded or the sweep could not continue; 143 after SIGTERM",
     "tune": "0; 1 if no cure was found or the tuning could not continue; 143 after SIGTERM",
     "report": "0; 1 if a file cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
     "tables": "0; 1 if no row has NAME",
-    "gradients": _OF_SCRIPTS,
-    "explain": _OF_SCRIPTS,
+    "gradients": _CODES_OF_WATCHED,
+    "explain": _CODES_OF_WATCHED,
     "doctor": "0; 1 if torch cannot be imported",
     "build": "0 if there is a build that loads, or after --clean; 1 if it cannot be made or does "
     "not load",
@@ -104,8 +104,8 @@ def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str
                 remaining.pop(0)
             else:
                 of_ampatch.append(word)
-        is_behind = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
-        line = shlex.join([*of_ampatch, "--", *unknown]) if is_behind else ""
+        follows_script = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
+        line = shlex.join([*of_ampatch, "--", *unknown]) if follows_script else ""
         message += "\nPut -- before the script's own arguments: ampatch "
         message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
     return message
@@ -137,14 +137,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampatch",
         description="Apex-style automatic mixed precision for PyTorch.",
-        epilog=f"Exit status: that of the command, see COMMAND --help; {_CODES}.",
+        epilog=f"Exit status: that of the command, see COMMAND --help; {_COMMON_CODES}.",
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(commands)
     for subcommand, (name, command) in zip(SUBCOMMANDS, commands.choices.items(), strict=True):
-        codes = f"Exit status: {_ENDINGS.get(name, '0; 1 if it fails')}; {_CODES}."
+        codes = f"Exit status: {_EXIT_CODES.get(name, '0; 1 if it fails')}; {_COMMON_CODES}."
         command.epilog = f"{command.epilog} {codes}" if command.epilog else codes
         command.set_defaults(command=subcommand.run, parser=command)
     return parser

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from ampatch.errors import AmpatchError
 
-INTERVAL = 20.0  # seconds between lines that say that it still compiles
+INTERVAL = 20.0  # seconds between lines during the compilation
 
 
 def build() -> bool:
     """Build if there is none; returns whether there is now one that this process has not loaded.
 
-    Two lines on the standard error announce the build and its result.  Of processes that begin at
-    once one builds, and the others wait.
+    Two lines on the standard error announce the build and its result.  If several processes start
+    together, one builds and the others wait.
     """
     from ampatch import native
 
@@ -48,10 +48,10 @@ def build() -> bool:
 @contextlib.contextmanager
 def progress_lines() -> Iterator[None]:
     """Inside, a line every `INTERVAL` seconds says that it still compiles."""
-    start, over = time.monotonic(), threading.Event()
+    start, is_over = time.monotonic(), threading.Event()
 
     def tell() -> None:
-        while not over.wait(INTERVAL):
+        while not is_over.wait(INTERVAL):
             _say(f"still compiling, {time.monotonic() - start:.0f} s so far")
 
     thread = threading.Thread(target=tell, daemon=True)
@@ -59,7 +59,7 @@ def progress_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 

@@ -26,10 +26,10 @@ def percentage(text: str) -> float:
     return number
 
 
-def _number(kind: Callable[[str], Any], text: str, expected: str) -> Any:
-    """`kind(text)`; argparse would show the name of a function of ours for a `ValueError`."""
+def _number(convert: Callable[[str], Any], text: str, expected: str) -> Any:
+    """`convert(text)`; argparse would show the name of a function of ours for a `ValueError`."""
     try:
-        return kind(text)
+        return convert(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r}: expected {expected}") from None
 

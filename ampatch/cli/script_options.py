@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ampatch.launch.run_notes import RunNotes
 
 Options = Mapping[str, dict[str, Any]]
-"""What `add_argument` takes, by the flag."""
+"""The settings of `add_argument`, by the flag."""
 
 
 def _setting(name: str, metavar: str, words: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ SETTINGS: Options = {
         "overrides", "FILE", "JSON file with the precision of modules, as ampatch tune writes it"
     ),
 }
-"""Arguments of the script's `initialize` that are replaced, by the variables."""
+"""They replace arguments of the script's `initialize`, by environment variables."""
 
 AUTO: Options = {
     "--auto": {
@@ -139,7 +139,7 @@ def program_of(options: argparse.Namespace) -> Program:
     return program
 
 
-def given_settings(options: argparse.Namespace) -> dict[str, str]:
+def settings_on_command_line(options: argparse.Namespace) -> dict[str, str]:
     """The values of SETTINGS on the command line, by the flag."""
     values = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in SETTINGS}
     return {flag: text for flag, text in values.items() if text is not None}
@@ -149,7 +149,7 @@ def apply_settings(options: argparse.Namespace, program: Program) -> None:
     """Set the variables of SETTINGS; errors in them or the program end the command."""
     from ampatch.launch import children
 
-    for flag, text in given_settings(options).items():
+    for flag, text in settings_on_command_line(options).items():
         os.environ[f"AMPATCH_{flag[2:].replace('-', '_').upper()}"] = text
     try:
         children.check(options.auto)
@@ -165,7 +165,7 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
     from ampatch.launch.run_notes import RunNotes
 
     _say_misplaced(options, program.file().read_text(errors="replace"))
-    settings = given_settings(options)
+    settings = settings_on_command_line(options)
     if environment.read().get("opt_level") == "O0":
         settings.pop("--opt-level", None)  # a script without `initialize` is in FP32 as it is
     notes = RunNotes(options.parser.prog, program, settings, options.auto)
@@ -174,35 +174,36 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
 
 
 def _say_misplaced(options: argparse.Namespace, source: str) -> None:
-    """Print a line on options of ampatch after SCRIPT that the script's source does not name."""
-    own, rest = [], []
+    """Print a line if options of ampatch stand after SCRIPT and are not in the script's source."""
+    misplaced, remaining = [], []
     words = iter(options.arguments)
     for word in words:
         flag, sign, _ = word.partition("=")
         if flag in options.flags and flag not in source:
             has_value = not sign and "action" not in options.flags[flag]
-            own += [word, *itertools.islice(words, int(has_value))]
+            misplaced += [word, *itertools.islice(words, int(has_value))]
         else:
-            rest.append(word)
-    if own and os.environ.get("RANK", "0") == "0":
+            remaining.append(word)
+    if misplaced and os.environ.get("RANK", "0") == "0":
         command, *before = options.argv[: len(options.argv) - len(options.arguments)]
+        right = shlex.join([command, *misplaced, *before, *remaining])
         print(
-            f"{options.parser.prog}: {shlex.join(own)} went to the script. Options of ampatch come "
-            f"before it: ampatch {shlex.join([command, *own, *before, *rest])}",
+            f"{options.parser.prog}: {shlex.join(misplaced)} went to the script. Options of "
+            f"ampatch come before it: ampatch {right}",
             file=sys.stderr,
         )
 
 
-def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[int, int, Any]:
-    """Run the script while `watch()` counts; returns exit code, optimizer steps, and the watch."""
+def run_watched(options: argparse.Namespace, watcher: Callable[[], Any]) -> tuple[int, int, Any]:
+    """Run the script under `watcher()`; returns exit code, optimizer steps, and the watch."""
     program = program_of(options)
     apply_settings(options, program)
     notes = start(options, program)
     from ampatch.diagnose.running import run_steps
 
-    counting = watch()
+    watch = watcher()
     ending, steps = run_steps(program, options.arguments, options.steps)
-    counting.remove()
+    watch.remove()
     notes.close()
     if ending.exit_code:
         reason = f": {ending.error}" if ending.error else ""
@@ -216,7 +217,7 @@ def run_watched(options: argparse.Namespace, watch: Callable[[], Any]) -> tuple[
         print(message, file=sys.stderr)
     if steps and not ending.exit_code and notes.say_unused():
         options.parser.exit(1)
-    return ending.exit_code or (0 if steps else 1), steps, counting
+    return ending.exit_code or (0 if steps else 1), steps, watch
 
 
 def print_answer(options: argparse.Namespace, answer: Any) -> None:

@@ -1,7 +1,4 @@
-"""The command `ampatch sweep`: its options, and a sweep with them.
-
-The sweep itself is imported when it runs.
-"""
+"""The command `ampatch sweep`: its options, and a sweep with them."""
 
 from __future__ import annotations
 

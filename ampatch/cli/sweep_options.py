@@ -14,7 +14,7 @@ from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
 from ampatch.sweep.options import command_options, flag, help_texts
 
-Kind = TypeVar("Kind")
+Made = TypeVar("Made")  # a sweep or a tuning
 
 
 def add_options(
@@ -42,8 +42,8 @@ def add_options(
     return later
 
 
-def construct(options: argparse.Namespace, make: Callable[..., Kind], **more: Any) -> Kind:
-    """Call `make`, for a sweep or a tuning, with the script and options; errors end the command."""
+def construct(options: argparse.Namespace, make: Callable[..., Made], **more: Any) -> Made:
+    """Call `make` with the script and the options; errors end the command."""
     program = program_of(options)
     for option in command_options():
         if option.name in vars(options):

@@ -46,11 +46,11 @@ def run(options: argparse.Namespace) -> int:
         )
         return 1
     missing = [f"{row.where}.{name}" for row in rows for name in row.missing]
-    whole = options.rule is None and options.name is None
+    is_all = options.rule is None and options.name is None
     if options.format == "markdown":
         print(formats.write_markdown(rows))
     elif options.format == "json":
-        print(formats.write_json(rows, content.missing() if whole else missing))
+        print(formats.write_json(rows, content.missing() if is_all else missing))
     else:
-        print(formats.write_text(rows, content.missing() if whole else missing, whole))
+        print(formats.write_text(rows, content.missing() if is_all else missing, is_all))
     return 0

@@ -45,13 +45,13 @@ def check(is_auto: bool) -> None:
         auto.check(settings)
 
 
-def start(is_auto: bool, spawned: Callable[[], None] = lambda: None) -> None:
+def start(is_auto: bool, on_spawn: Callable[[], None] = lambda: None) -> None:
     """Set up this process, and make its children and their children do the same.
 
-    `spawned` is called when this process spawns one.
+    `on_spawn` is called when this process spawns a child.
     """
     spawn = multiprocessing.spawn
-    spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto, spawned)
+    spawn.get_preparation_data = _with_set_up(spawn.get_preparation_data, is_auto, on_spawn)
     if is_auto:
         auto.start(environment.read())
 
@@ -65,11 +65,11 @@ def start_child(is_auto: bool, apex_behind: list[str] | None, shows_messages: bo
 
 
 def _with_set_up(
-    original: Callable[[str], dict], is_auto: bool, spawned: Callable[[], None]
+    original: Callable[[str], dict], is_auto: bool, on_spawn: Callable[[], None]
 ) -> Callable[[str], dict]:
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict:
-        spawned()
+        on_spawn()
         return {**original(name), "ampatch": _SetUp(is_auto)}
 
     return get_preparation_data

@@ -67,9 +67,9 @@ def _file_of_module(module: str) -> Path:
     spec = PathFinder.find_spec(first, [os.getcwd()])
     spec = spec or (importlib.util.find_spec(first) if first else None)
     for end in range(2, len(rest) + 2):
-        spec = _below(spec, ".".join([first, *rest][:end]))
+        spec = _spec_in(spec, ".".join([first, *rest][:end]))
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _below(spec, f"{module}.__main__")
+        spec = _spec_in(spec, f"{module}.__main__")
     if spec is None or not spec.has_location or spec.origin is None:
         raise ModuleMissing(
             f"-m {module}: there is no such module.\nExpected a module, or a package with a "
@@ -78,7 +78,7 @@ def _file_of_module(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _below(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+def _spec_in(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
     if package is None or package.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(name, package.submodule_search_locations)

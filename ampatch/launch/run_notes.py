@@ -1,7 +1,7 @@
 """Lines that commands print about the script that they run.
 
-At `initialize`: the script's arguments that options of the command replace.  At the end: that the
-script never called `initialize`, so that nothing was in mixed precision, or never stepped.
+At `initialize`: which arguments of the script options of the command replace.  At the end: that
+the script never called `initialize`, so that nothing was in mixed precision, or never stepped.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class RunNotes:
         self._is_initialized = self._has_optimizer = self._has_stepped = False
         self._has_children = False
         self._printed: set[str] = set()
-        self._stop = ampatch.observe(self)
+        self._stop_observing = ampatch.observe(self)
         if hasattr(os, "register_at_fork"):  # not on Windows
-            os.register_at_fork(before=self.child_started)  # so that both know
+            os.register_at_fork(before=self.child_started)  # parent and child know of it
 
     def on_initialize(self, properties: Any) -> None:
         """The script called `initialize`."""
@@ -66,8 +66,8 @@ class RunNotes:
         self._has_children = True
 
     def close(self) -> None:
-        """Stop looking."""
-        self._stop()
+        """Stop observing."""
+        self._stop_observing()
 
     def say_unused(self) -> bool:
         """The script has ended without an error: say so if nothing in it was in mixed precision.
@@ -76,7 +76,7 @@ class RunNotes:
         """
         if self._is_auto or self._is_initialized or self._has_children or open_sessions():
             return False
-        nothing = f", and {', '.join(self._options)} changed nothing" if self._options else ""
+        unused = f", and {', '.join(self._options)} changed nothing" if self._options else ""
         remedy = f"For mixed precision without editing it: {self._command} --auto {self._program}"
         if self._has_amp_of_torch():
             remedy = (
@@ -84,7 +84,7 @@ class RunNotes:
                 f"these with ampatch, and {_FROM_TORCH} shows how to replace them."
             )
         self._print_once(
-            f"ampatch: {self._program} never called ampatch.initialize: it ran as it is{nothing}. "
+            f"ampatch: {self._program} never called ampatch.initialize: it ran as it is{unused}. "
             f"{remedy}"
         )
         return bool(self._options)

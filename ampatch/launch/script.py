@@ -31,7 +31,7 @@ class Ending:
 
 
 class EnoughSteps(SystemExit):
-    """Raised in the script after the number of steps that was asked for; its exit code is 0."""
+    """Raised in the script after the last step that the user wants; its exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -44,7 +44,7 @@ def run_script(script: str, arguments: Sequence[str]) -> Ending:
     """
     _set_path(str(Path(script).resolve().parent))
     sys.argv[:] = [script, *arguments]
-    main = _become_main(os.path.abspath(script))  # as Python has it
+    main = _become_main(os.path.abspath(script))  # an absolute path, as in Python
     install_apex()
     return _run(main, lambda: compile(Path(script).read_bytes(), main.__file__, "exec"))
 
@@ -108,14 +108,14 @@ def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
 
 
 def _ended_by(error: BaseException) -> Ending:
-    """What `sys.exit` means, with a number, None or a message; else what Python shows."""
+    """The ending of a script that raised `error`; prints what Python would print."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return Ending(error.code or 0)
         print(error.code, file=sys.stderr)
         return Ending(1, str(error.code))
     if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
-        raise error  # `| head` has enough: no news of the script
+        raise error  # the reader has ended, as `| head` does: no error of the script
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     trace = _from_script(error.__traceback__)
     # The hook shows the traceback of the exception, not its third argument.
@@ -133,12 +133,12 @@ def _has_lost_its_reader(stream: Any) -> bool:
 
 def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback without the first frames, of this file and of the import system."""
-    while trace is not None and _is_launcher(trace.tb_frame.f_code.co_filename):
+    while trace is not None and _is_before_script(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _is_launcher(file: str) -> bool:
+def _is_before_script(file: str) -> bool:
     if file in (__file__, importlib.util.__file__, "<frozen zipimport>"):  # frozen from 3.11 on
         return True
     return file.startswith("<frozen importlib")

@@ -1,4 +1,4 @@
-"""Objects that are notified of what happens in the sessions."""
+"""Observers: objects that are notified of events in the sessions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..scaling.scaled_backward import refuse_attribute
 
 
 class Observers:
-    """Calls the method of each observer that is named after an event.
+    """Calls the method of each observer that has the name of an event.
 
-    `all` is a plain attribute: a training step reads it before it computes an event's arguments.
+    `all` is a plain attribute, so that a training step can skip computing an event's arguments.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Observers:
 
     def notify(self, event: str, *values: Any) -> None:
         """Call the method `event(*values)` of the observers that have it."""
-        for observer in list(self.all):  # an observer may remove itself
+        for observer in list(self.all):  # a method may remove its observer
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)
@@ -51,12 +51,12 @@ class ObservedBlock:
     def __enter__(self) -> Tensor:
         return self._block.__enter__()
 
-    def __exit__(self, error_type: type[BaseException] | None, *rest: Any) -> None:
-        if error_type is not None:
-            self._block.__exit__(error_type, *rest)
+    def __exit__(self, exc_type: type[BaseException] | None, *details: Any) -> None:
+        if exc_type is not None:
+            self._block.__exit__(exc_type, *details)
             return
         with contextlib.ExitStack() as stack:
-            stack.push(self._block)  # if an observer raises, the block ends as if the script did
+            stack.push(self._block)  # the block sees an exception of an observer as one inside it
             self._observers.notify("on_backward", self._loss_id)
         self._observers.notify("on_unscaled", self._loss_id)
 

@@ -4,7 +4,7 @@
 
 or, from Python, `sweep("train.py", ["--epochs", "2"], seeds=3)`.  Each trial is a fresh process,
 and the script is not edited: its `ampatch.initialize` reads opt level, dtype and settings from the
-environment.  Variables such as `OMP_NUM_THREADS` are set in the shell: torch is there before it.
+environment.  Set variables such as `OMP_NUM_THREADS` in the shell, before torch is imported.
 Sweeping needs the extra `sweep`; reading results does not.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
     from ampatch.sweep.trial import Case, Trial
 
-_WHERE = {
+_NAMES_BY_MODULE = {
     "execution.progress": ("Progress",),
     "execution.sweep": ("Sweep", "SweepError"),
     "measure.record": ("Run",),
@@ -33,9 +33,9 @@ _WHERE = {
     "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
     "trial": ("Case", "Trial"),
 }
-_WITH_EXTRA = ("execution.sweep", "report.render")
-_EXTRA = ("matplotlib", "pandas", "rich", "scipy")
-_MODULES = {name: module for module, names in _WHERE.items() for name in names}
+_NEED_EXTRA = ("execution.sweep", "report.render")
+_PACKAGES_OF_EXTRA = ("matplotlib", "pandas", "rich", "scipy")
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "DTYPES", "LEVELS", "Case", "Results", "Row", "Run", "Sweep", "SweepError", "Trial", "cases",
@@ -44,17 +44,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: the command line needs the options alone."""
-    if name not in _MODULES:
+    """Import a name at its first use: the command line needs the options alone."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _MODULES[name] in _WITH_EXTRA:
+    if _MODULE_OF[name] in _NEED_EXTRA:
         check_extra()
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def check_extra() -> None:
     """Raise `ImportError` where the packages of the extra `sweep` are not installed."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES_OF_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
             f"Sweeping needs {', '.join(missing)}, which the extra sweep brings: "

@@ -51,32 +51,34 @@ def plain(value: Any) -> Any:
     return value
 
 
-def restored(kind: Any, data: Any) -> Any:
-    """The value of type `kind` (a dataclass or the type of a field) from its JSON."""
-    make = _maker(kind)
-    return data if make is None else make(data)
+def restored(target: Any, data: Any) -> Any:
+    """The value of the type `target`, a dataclass or the type of a field, from its JSON."""
+    convert = _converter(target)
+    return data if convert is None else convert(data)
 
 
 @functools.cache
-def _maker(kind: Any) -> Callable[[Any], Any] | None:
-    """The function from JSON to a value of this type; None if JSON has the value itself."""
-    if kind in (float, Path):
-        return kind
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return lambda data: kind(
+def _converter(target: Any) -> Callable[[Any], Any] | None:
+    """The function from JSON to a value of this type; None if both are the same."""
+    if target in (float, Path):
+        return target
+    if dataclasses.is_dataclass(target):
+        hints = typing.get_type_hints(target)
+        return lambda data: target(
             **{name: restored(hints[name], data[name]) for name in data.keys() & hints}
         )
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    origin, type_arguments = typing.get_origin(target), typing.get_args(target)
     if origin in (typing.Union, types.UnionType):
-        make = _maker(next(option for option in inside if option is not types.NoneType))
-        return make and (lambda data: None if data is None else make(data))
+        convert = _converter(
+            next(option for option in type_arguments if option is not types.NoneType)
+        )
+        return convert and (lambda data: None if data is None else convert(data))
     if origin is tuple:  # its items have one type, or types that JSON has
-        make = _maker(inside[0])
-        return lambda data: tuple(map(make, data) if make else data)
-    make = _maker(inside[-1]) if origin in (list, dict) else None
-    if make is None:
+        convert = _converter(type_arguments[0])
+        return lambda data: tuple(map(convert, data) if convert else data)
+    convert = _converter(type_arguments[-1]) if origin in (list, dict) else None
+    if convert is None:
         return None
     if origin is dict:
-        return lambda data: {key: make(value) for key, value in data.items()}
-    return lambda data: [make(value) for value in data]
+        return lambda data: {key: convert(value) for key, value in data.items()}
+    return lambda data: [convert(value) for value in data]

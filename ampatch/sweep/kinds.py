@@ -1,12 +1,12 @@
-"""What kinds of training scripts there are: which mixed precision they bring themselves.
+"""The kinds of training scripts: which mixed precision a script has by itself.
 
-The first run at O0 shows it (`execution/recognition.py`), and the rows follow from it.
+The first run at O0 shows the kind (`execution/recognition.py`), and the rows follow from it.
 
 * `AMPATCH`: the script calls `initialize` of ampatch or apex, or an integration of ampatch that it
-  uses does.  Each level is that of its own line.
-* `TORCH_AMP`: it enters torch.autocast.  The row `autocast` is the script as it is; in the other
+  uses does.  The sweep sets the level of this call.
+* `TORCH_AMP`: it enters torch.autocast.  The row `autocast` runs the script unchanged; in the other
   rows its regions and its GradScaler are off, and the levels are applied as for `NO_AMP`.
-* `NO_AMP`: levels are applied as by `ampatch run --auto`, which has O0 and O1.
+* `NO_AMP`: levels are applied as by `ampatch run --auto`, which has O0 and O1 alone.
 * `FRAMEWORK`: a framework runs the training loop; O1 to O3 come through `ampatch.integrations`.
 """
 
@@ -26,11 +26,11 @@ LATE = "ampatch.initialize was called after an optimizer step"
 class Framework(NamedTuple):
     """A framework that runs training loops, and how a script uses ampatch with it.
 
-    `lines` turn ampatch on in a script, with settings after its own arguments; "" if the script
-    calls `initialize`.  Otherwise the module `integration` calls it.
+    `lines` turn ampatch on in a script; the settings stand at `{}`.  Then the module `integration`
+    calls `initialize`.  Both are "" where the script calls it.
     """
 
-    modules: tuple[str, ...]  # in which its loops are
+    modules: tuple[str, ...]  # that have its training loops
     title: str
     integration: str = ""
     lines: str = ""
@@ -73,25 +73,25 @@ FRAMEWORKS = {
     "ignite": Framework(("ignite.engine",), "ignite"),
     "timm": Framework(("timm",), "timm"),
 }
-"""A framework that calls another comes before it."""
+"""In the order in which they are looked for: a framework that calls another comes first."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a script brings: `name` is one of the constants above, or "" while it is unknown."""
+    """The kind of a script: `name` is one of the constants above, or "" while it is unknown."""
 
     name: str = ""
-    framework: str = ""  # it runs the loop, or its integration calls `initialize`
+    framework: str = ""  # that runs the loop, or whose integration calls `initialize`
     places: tuple[str, ...] = ()  # the lines that entered torch.autocast
     dtypes: tuple[str, ...] = ()  # the half dtypes of these regions
-    half_weights: tuple[str, ...] = ()  # trained at O0, which is then no FP32 baseline
+    half_weights: tuple[str, ...] = ()  # half dtypes of weights at O0, then no FP32 baseline
 
     def __bool__(self) -> bool:
         return bool(self.name)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is plain PyTorch: no line names the model; levels are applied from outside."""
+        """Whether it is plain PyTorch: no line names the model, so levels are set from outside."""
         return self.name in (TORCH_AMP, NO_AMP)
 
     @property
@@ -110,7 +110,7 @@ class Kind:
     def needs(self) -> str:
         """Why such a script has no O2 and O3, and which lines it needs for them."""
         missing = "O2 and O3" if self.places else "O2, O3 or the row autocast"
-        more = (
+        ignite_lines = (
             ", and instead of create_supervised_trainer: "
             "trainer = Engine(ampatch.integrations.ignite.supervised_training_step("
             "model, optimizer, loss_fn))"
@@ -120,11 +120,11 @@ class Kind:
             f"run O0 and O1, but not {missing}. To have them, import ampatch, and write after the "
             "model and the optimizer: model, optimizer = ampatch.initialize(model, optimizer); and "
             "instead of loss.backward(): with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward()" + more * (self.framework == "ignite")
+            "scaled_loss.backward()" + ignite_lines * (self.framework == "ignite")
         )
 
     def description(self) -> str:
-        """What the script has and what follows, as a sentence without its subject."""
+        """What the script has, and what that means for the rows; a sentence without a subject."""
         title = self.framework and FRAMEWORKS[self.framework].title
         loop = f", in a training loop of {title}" if title else ""
         if self.name == AMPATCH:

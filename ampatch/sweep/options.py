@@ -1,4 +1,4 @@
-"""The options of a sweep: one table for the command line, for Python and for its documents."""
+"""The options of a sweep: one table for the command line, for Python and for the pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 3
 ENGINES = ("local", "ray")
 SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 NOT_RECORDED = ("out", "resume", "overwrite")  # do not change how trials run
-SIZE_OPTIONS = ("seeds", "rounds", "budget")  # a resumed sweep has them in its plan
+SIZE_OPTIONS = ("seeds", "rounds", "budget")  # a resumed sweep takes them from its plan
 
 
 def _option(
@@ -165,12 +165,12 @@ class SweepOptions:
         return is_usual if self.in_copy is None else self.in_copy
 
     def kept(self) -> dict[str, Any]:
-        """The options that a resumed sweep must share."""
+        """The options that must be the same in a resumed sweep."""
         names = [option.name for option in dataclasses.fields(self) if option.metadata.get("kept")]
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
 
     def to_record(self, names: Iterable[str]) -> dict[str, Any]:
-        """The options of these names that a record has, as JSON has them."""
+        """Those of these options that are recorded, as JSON values."""
         recorded = {"tuning"} | {option.name for option in command_options()} - set(NOT_RECORDED)
         values = {name: getattr(self, name) for name in names if name in recorded}
         if "devices" in values:
@@ -256,13 +256,13 @@ def resumed_options(
     options: Mapping[str, Any],
     asked: Mapping[str, Any],
     arguments: Sequence[str],
-    but: Sequence[str] = (),
+    not_kept: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A resumed sweep: a note on the settings it keeps, the options to record, and those to use.
+    """For a resumed sweep: a note on the settings it keeps, the options to record, those to use.
 
-    `options` are those of this call, `asked` those of them that are recorded, `arguments` the
-    script's.  `SIZE_OPTIONS` with the value they had change nothing, because the plan has them.
-    Options in `but` are not kept.
+    `options` are those of this call, `asked` those of them that are recorded, `arguments` those of
+    the script.  `SIZE_OPTIONS` that have their earlier value are not used: the plan has them.
+    Options in `not_kept` keep no earlier value.
     """
     from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
 
@@ -270,40 +270,46 @@ def resumed_options(
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
     earlier_options = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
     kept = {
-        n: earlier_options[n]
-        for n in earlier_options
-        if (n in known or n in asked) and n not in but
+        name: value
+        for name, value in earlier_options.items()
+        if (name in known or name in asked) and name not in not_kept
     }
-    both = _joined(kept, asked)
-    new = {name for name in SIZE_OPTIONS if name in asked and asked[name] != kept.get(name)}
-    if new and "budget" not in new:
-        both.pop("budget", None)
-    anew = asked.get("tuning", ())
-    tuning = {name: value for name, value in both.get("tuning", {}).items() if name not in anew}
-    unchanged = {name: both[name] for name in both if name not in asked}
+    merged = _merged(kept, asked)
+    new_sizes = {name for name in SIZE_OPTIONS if name in asked and asked[name] != kept.get(name)}
+    if new_sizes and "budget" not in new_sizes:
+        merged.pop("budget", None)
+    asked_tuning = asked.get("tuning", ())
+    tuning = {
+        name: value for name, value in merged.get("tuning", {}).items() if name not in asked_tuning
+    }
+    unchanged = {name: merged[name] for name in merged if name not in asked}
     line = as_command_line(unchanged | {"tuning": tuning})
     if earlier.arguments and not arguments:
         line = f"{line} {shlex.join(['--', *earlier.arguments])}".strip()
-    what = "tuning" if "tuning" in both else "sweep"
+    what = "tuning" if "tuning" in merged else "sweep"
     note = f"Goes on with the {what} in its folder, and keeps its settings: {line}."
     others = {name: options[name] for name in options if name not in SIZE_OPTIONS}
-    used = {name: both[name] for name in both if name in new or name not in SIZE_OPTIONS}
-    return note if line else "", both, {**others, **used}
+    used = {
+        name: value
+        for name, value in merged.items()
+        if name in new_sizes or name not in SIZE_OPTIONS
+    }
+    return note if line else "", merged, {**others, **used}
 
 
-def _joined(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Both sets of options: lists and dictionaries are joined, other values replaced."""
-    both = {**kept, **asked}
+    merged = {**kept, **asked}
     for name in kept.keys() & asked.keys():
         if isinstance(asked[name], dict):
-            both[name] = {**kept[name], **asked[name]}
+            merged[name] = {**kept[name], **asked[name]}
         elif isinstance(asked[name], list):
-            both[name] = list(dict.fromkeys([*kept[name], *asked[name]]))
-    return both
+            merged[name] = list(dict.fromkeys([*kept[name], *asked[name]]))
+    return merged
 
 
 def as_command_line(options: Mapping[str, Any]) -> str:
-    """Options of a record as the command line has them."""
+    """Recorded options, written as on the command line."""
     words: list[str] = []
     for name, value in options.get("tuning", {}).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
@@ -329,13 +335,13 @@ def flag(option: dataclasses.Field[Any]) -> str:
 
 
 def help_texts() -> dict[str, str]:
-    """What the text of `SweepOptions` says of each field."""
+    """The description of each field in the docstring of `SweepOptions`."""
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(SweepOptions) or "", re.M)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Names, given one by one or with commas between them."""
+    """A list of names, from an iterable or from one string with commas."""
     if names is None:
         return None
     listed = names.split(",") if isinstance(names, str) else names

@@ -4,9 +4,9 @@ Accuracy needs whole runs, one for each row and seed.  Speed needs rounds: in a 
 runs once, close together in time, and O0 runs twice, so that each round has its own comparison
 with O0 and its own measure of the machine's noise.
 
-The whole runs of a seed are a round.  If there are fewer seeds than rounds, short runs follow,
-ended after a few seconds of training (`execution/budget.py`).  The second O0 of a round is always
-short.  Nothing is added without O0, for O0 alone, or with `rounds=1`.
+The whole runs with one seed are a round.  If there are fewer seeds than rounds, rounds of short
+runs follow, which end after a few seconds of training (`execution/budget.py`).  The second O0 of a
+round is always short.  Without O0, for O0 alone, and with `rounds=1` there are no short runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 
-FROM_OUTSIDE = ("O0", "O1")  # the levels that need no line in the script
+FROM_OUTSIDE = ("O0", "O1")  # levels that can be applied without a line in the script
 DTYPES = ("float16", "bfloat16")
 AUTOCAST = "autocast"
 SUBJECT = "The script"  # in messages, until its name is known
@@ -46,14 +46,15 @@ def cases(
     `ValueError`, also for levels that this kind of script cannot run at.
     """
     possible = FROM_OUTSIDE if kind.is_plain else LEVELS
-    named = list(possible) if levels is None else known(levels, LEVELS, "levels")
-    halves, rows = known(dtypes, DTYPES, "dtypes"), []
-    for level in named:
+    chosen = list(possible) if levels is None else known(levels, LEVELS, "levels")
+    halves = known(dtypes, DTYPES, "dtypes")
+    rows = []
+    for level in chosen:
         rows += [Case(level, dtype) for dtype in _dtypes(level, halves)]
         if level == "O0" and tf32:
             rows.append(Case("O0", tf32=True))
-    if autocast and set(named) - {"O0"}:
-        rows += _autocast(kind, halves)
+    if autocast and set(chosen) - {"O0"}:
+        rows += _autocast_rows(kind, halves)
     for text in overrides:
         level, settings = level_and_settings(text)
         for dtype in _dtypes(level, halves):
@@ -72,8 +73,8 @@ def check_possible(rows: list[Case], kind: Kind) -> list[Case]:
     return rows
 
 
-def _autocast(kind: Kind, halves: Sequence[str]) -> list[Case]:
-    """The baseline in each half dtype, or the script as it is."""
+def _autocast_rows(kind: Kind, halves: Sequence[str]) -> list[Case]:
+    """The autocast baseline in each half dtype, or the script unchanged if it has autocast."""
     if not kind.lacks_initialize:
         return [Case(AUTOCAST, dtype, engine=AUTOCAST) for dtype in halves]
     return [Case(AUTOCAST, "+".join(kind.dtypes), engine=AS_IT_IS)] if kind.places else []
@@ -84,15 +85,15 @@ def trials(
     seeds: int,
     rounds: int = ROUNDS,
     side_by_side: bool = False,
-    fewer: Mapping[Case, int] | None = None,
+    fewer_seeds: Mapping[Case, int] | None = None,
     again: bool = True,
 ) -> list[Trial]:
     """The trials in order: a whole round for each seed, then short rounds up to `rounds`.
 
     Every second round is reversed, so that a machine that gets slower slows all rows alike.
-    `fewer` maps rows to their number of seeds.  With `seeds` 0 only O0 has a whole run.  With
-    `side_by_side` whole runs have no speed, so all `rounds` are short.  The second trial is O0 with
-    another seed.  Without `again` O0 runs once in each round.
+    `fewer_seeds` maps rows to their number of seeds.  With `seeds` 0 only O0 has a whole run.  With
+    `side_by_side` whole runs have no speed, so there are `rounds` short rounds.  The second trial
+    is O0 with another seed, if it has one.  Without `again` O0 runs once in each round.
     """
     times_speed = rounds > 1 and BASE in rows and len(rows) > 1
     whole = [(0, seed) for seed in range(max(1, seeds))]
@@ -104,7 +105,7 @@ def trials(
         in_round = [
             Trial(case, seed, repeat, short=is_short or not (seeds or case == BASE))
             for case in rows
-            if seed < (fewer or {}).get(case, max(1, seeds))
+            if seed < (fewer_seeds or {}).get(case, max(1, seeds))
         ]
         if again and times_speed and (is_short or not side_by_side):
             in_round.append(Trial(BASE, seed, repeat, short=True, again=True))

@@ -16,10 +16,11 @@ AS_IT_IS = "script"
 class Case:
     """A row of the table: an opt level, a half dtype, and settings.
 
-    `engine` is "ampatch", "autocast" (torch.autocast and GradScaler as the baseline), or `AS_IT_IS`
-    for a script with its own autocast code.  For the last two `opt_level` is "autocast"; for
-    `AS_IT_IS` `dtype` is that of the script's regions.  `settings` are keywords of `initialize` as
-    (name, value) pairs, and `eps`, the smallest eps of optimizers.
+    `engine` is what casts, unlike the option `engine` of a sweep, which starts trials.  It is
+    "ampatch", "autocast" (torch.autocast and GradScaler as the baseline), or `AS_IT_IS` for a
+    script with its own autocast code.  For the last two `opt_level` is "autocast"; for
+    `AS_IT_IS` `dtype` is that of the script's regions.  `settings` are (name, value) pairs:
+    keywords of `initialize`, and `eps`, the smallest eps that optimizers may have.
     """
 
     opt_level: str
@@ -64,7 +65,7 @@ BASE = Case("O0")  # what the other rows are compared with
 
 @dataclass(frozen=True)
 class Trial:
-    """One process: a case, its seed and, for short runs, the number of the repeat (from 1).
+    """One process: a case, its seed and, for a short run, the number of its repeat (from 1).
 
     A full run trains as the script does.  A `short` run ends after a few seconds of training and
     measures speed only.  `again` marks the second, short O0 run of a round: its difference from
@@ -84,7 +85,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """`O1-float16 seed 2`, with the repeat from the second on, and the kind of run."""
+        """`O1-float16 seed 2`; a short run has its repeat and `(timing)` too."""
         parts = [f"{self.case.label} seed {self.seed}"]
         parts += [f"repeat {self.repeat}"] if self.repeat else []
         parts += ["again"] if self.again else []
@@ -100,5 +101,5 @@ class Trial:
         plain = re.sub(r"[^\w+.=,-]", "_", label)[:80]
         if plain != label:
             plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
-        kind = ".again" if self.again else ".short" if self.short else ""
-        return f"{plain}.seed{self.seed}.repeat{self.repeat}{kind}"
+        ending = ".again" if self.again else ".short" if self.short else ""
+        return f"{plain}.seed{self.seed}.repeat{self.repeat}{ending}"

@@ -1,4 +1,4 @@
-"""The answer of a tuning, and the files it is in."""
+"""The answer of a tuning, and its files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ PASSES, CURED, NO_CURE, UNDECIDED = "passes", "cured", "no cure", "undecided"
 class Answer:
     """The content of `tune.json`.
 
-    `outcome` is "passes" (the level trains as O0 does), "cured" (it does with `needed`), "no cure"
-    (not even with all modules in FP32 and the `settings_tried`), or "undecided".  That is: no
-    candidate passed within their limit, or too few seeds ran to show that the level, or the cure,
-    trains as O0 does; then `not_shown` says what is missing.  `speeds` are medians
-    relative to O0, of the "level" and the "cure"; `paces` are the verdicts on them, as text.
+    `outcome` is one of
+
+    * "passes": the level trains as O0 does;
+    * "cured": it does so with `needed`;
+    * "no cure": it does not, even with all modules in FP32 and the `settings_tried`;
+    * "undecided": the limit of candidates was reached before one passed.  Or too few seeds ran to
+      show that the level or the cure trains as O0 does; then `not_shown` says what is missing.
+
+    `speeds` are those of the "level" and the "cure" relative to O0, as medians; `paces` are the
+    verdicts on them, as text.
     """
 
     script: str
@@ -32,13 +37,13 @@ class Answer:
     needed: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
-    line: str = ""
+    line: str = ""  # to paste into the script; "" without a cure
     settings_tried: dict[str, Any] = field(default_factory=dict)  # settings that the level lacks
-    is_smallest: bool = True
-    candidates: int = 0
+    is_smallest: bool = True  # whether the search ended before its limit
+    candidates: int = 0  # how many were tried
     failure: str = ""  # how the level itself failed, where nothing cures it
     unseen: float | None = None  # the smallest difference that the trials would have shown
-    judged: str = ""
+    judged: str = ""  # the quantity that was compared: a metric, or the last loss
     not_shown: str = ""  # of a level or cure that passed: what too few seeds leave open
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     speeds: dict[str, float] = field(default_factory=dict)
@@ -46,7 +51,7 @@ class Answer:
 
 
 def write_answer(directory: Path, answer: Answer) -> None:
-    """Write the answer, and what `initialize(overrides=...)` takes of one that has a line."""
+    """Write the answer; if it is a cure, also the file for `initialize(overrides=...)`."""
     write_json(directory / ANSWER, answer)
     if answer.line:
         write_json(directory / OVERRIDES, answer.overrides)

@@ -1,4 +1,4 @@
-"""The run at O0 with the probe; its findings are kept, and read if its options are the same."""
+"""The run at O0 with the probe; its findings are stored, and used again for the same options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ampatch.tune.verdict import TuneError
 PROBE = "probe"  # its directory
 FINDINGS, DONE = "sensitivity.json", "done"
 
-_OPTIONS = (
+_SHARED_OPTIONS = (
     *("module", "override_seeds", "timeout", "nproc_per_node"),
     *("engine", "devices", "address", "gpus_per_trial", "cpus_per_trial"),
 )
-"""Options of the sweep that the run shares."""
+"""The options of the tuning that the run has as well."""
 
 
 def findings(task: Task, trials: Trials, steps: int) -> Findings:
-    """The findings of the probe in `steps` steps; runs it unless it has run with these options."""
+    """The findings of the probe in `steps` steps: the stored ones, or those of a new run."""
     directory = task.directory / PROBE
     file = (directory / FINDINGS).resolve()
     scale = trials.properties()["loss_scale"]
@@ -58,7 +58,7 @@ def _run(task: Task, trials: Trials, directory: Path, options: ProbeOptions, tex
     sweep = task.sweep(
         [BASE],
         directory,
-        _OPTIONS,
+        _SHARED_OPTIONS,
         rounds=1,
         steps=options.steps + 2,
         kind=trials.kind,

@@ -1,7 +1,7 @@
 """Remedies for a level that does not train as O0: a module in FP32, or one of three settings.
 
-The settings come first.  A cause that is in no module is then cured by a setting alone.  Otherwise
-FP32 weights would seem to cure it, and a module would be blamed (Adam's eps is 0 in float16).
+The settings are tried first, because a cause may be in no module: Adam's eps is 0 in float16.  A
+module in FP32 has FP32 weights, which would cure that too, and the module would be blamed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS = {
     "eps": HALF_EPS,
     "master_weights": True,
 }
-"""By the names of `initialize`; `eps` is the optimizers' own."""
+"""The settings by their names in `initialize`; `eps` is an argument of the optimizer."""
 
 WHY = {
     "loss_scale": "the static loss scale, at which gradients overflow or become 0",
@@ -47,7 +47,7 @@ class Remedy:
 
 
 def possible(findings: Findings, properties: Mapping[str, str], half: str) -> list[Remedy]:
-    """The remedies for a level, the likeliest first; `properties` are those of its run, as text."""
+    """The remedies for a level, the likeliest first; `properties` are its settings, as text."""
     settings = []
     if half == "float16" and properties["loss_scale"] != "dynamic":
         settings.append("loss_scale")
@@ -87,15 +87,15 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
     """The line to paste into a script of this `kind`; a second one for `eps`."""
     arguments = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
-    written = [
+    keywords = [
         f"{name}={json.dumps(value) if isinstance(value, str) else value}"
         for name, value in arguments.items()
         if name != "eps"
     ]
     modules = overrides(chosen, paths)
     if modules:
-        written.append(f"overrides={json.dumps(modules)}")
-    call = kind.line(written)
+        keywords.append(f"overrides={json.dumps(modules)}")
+    call = kind.line(keywords)
     if "eps" in settings(chosen):
         call += f"\nand eps={HALF_EPS:g} where the optimizer is made"
     return call
@@ -112,6 +112,6 @@ def globs_for(chosen: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     allowed = {path for path in paths if f"{path}.".startswith(prefixes)}
     for path in modules:
         glob = re.sub(r"\d+", "*", path)
-        is_right = len(modules & named(glob, paths)) > 1 and named(glob, paths) <= allowed
-        globs.add(glob if is_right else path)
+        is_exact = len(modules & named(glob, paths)) > 1 and named(glob, paths) <= allowed
+        globs.add(glob if is_exact else path)
     return sorted(globs)

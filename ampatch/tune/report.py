@@ -1,4 +1,4 @@
-"""The answer on the terminal, a table of the most sensitive modules and sentences, and its page."""
+"""The answer as a table of the most sensitive modules, as sentences, and as a page."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP3
 def summary(answer: Answer) -> list[str]:
     """The answer in sentences."""
     level = f"{answer.opt_level} in {answer.dtype}"
-    more = f"--resume --candidates {2 * answer.candidates}"
+    resume = f"--resume --candidates {2 * answer.candidates}"
     if answer.outcome == PASSES:
-        return [f"{level} passes as it is: no module needs FP32.{_seen(answer)}"]
+        return [f"{level} passes as it is: no module needs FP32.{_detectable(answer)}"]
     if answer.outcome == NO_CURE:
         return [f"{level} does not train as O0 does, {_left_in_half(answer)}"]
     if answer.not_shown and not answer.needed:
@@ -32,7 +32,7 @@ def summary(answer: Answer) -> list[str]:
     if not answer.needed:
         return [
             f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
-            f"all. {more} goes on."
+            f"all. {resume} goes on."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
@@ -48,27 +48,27 @@ def summary(answer: Answer) -> list[str]:
     if not answer.is_smallest:
         lines.append(
             f"{answer.candidates} candidates were tried, which is the limit: a smaller set may do. "
-            f"{more} goes on."
+            f"{resume} goes on."
         )
-    shown = {"level": answer.opt_level, "cure": "with the cure"}
-    paces = [f"{text}: {answer.paces[n]}" for n, text in shown.items() if n in answer.paces]
+    titles = {"level": answer.opt_level, "cure": "with the cure"}
+    paces = [f"{text}: {answer.paces[key]}" for key, text in titles.items() if key in answer.paces]
     speeds = f"Speed, {'; '.join(paces)}." if paces else ""
-    return [*lines, _seen(answer).strip(), answer.line, speeds]
+    return [*lines, _detectable(answer).strip(), answer.line, speeds]
 
 
 def _left_in_half(answer: Answer) -> str:
-    """What no candidate can put in FP32, and how the level fails."""
-    named = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
+    """What stays in half with every remedy, and how the level fails."""
+    settings = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
     return (
-        f"not even with every module that calls torch's functions in FP32{named}. What is left in "
-        "half: functions of the model's own forward and what it hands from one module to the next, "
-        "modules whose forward is not called (model.encoder.encode(x)), and code outside the model "
-        f"(a loss in half, weights changed by hand). As it is: {answer.failure}. "
+        f"not even with every module that calls torch's functions in FP32{settings}. What is left "
+        "in half: functions of the model's own forward and what it passes from one module to the "
+        "next, modules whose forward is not called (model.encoder.encode(x)), and code outside the "
+        f"model (a loss in half, weights changed by hand). As it is: {answer.failure}. "
         "ampatch run --debug shows where the first inf or NaN comes from."
     )
 
 
-def _seen(answer: Answer) -> str:
+def _detectable(answer: Answer) -> str:
     """The smallest difference that the trials would have shown, as a sentence."""
     if answer.not_shown or answer.unseen is None:
         return ""
@@ -104,9 +104,9 @@ def _largest(module: Sensitivity, name: str) -> str:
 
 
 def _share(share: float) -> str:
-    """In percent, with two digits; 100 only where it is all."""
-    shown = "over 99" if 0.995 <= share < 1 else f"{float(f'{100 * share:.2g}'):g}"
-    return f"{shown} %" if share else ""
+    """The share in percent, with two digits; "100" for the whole alone, "" for 0."""
+    percent = "over 99" if 0.995 <= share < 1 else f"{float(f'{100 * share:.2g}'):g}"
+    return f"{percent} %" if share else ""
 
 
 def write_pages(directory: Path, answer: Answer) -> None:

@@ -1,10 +1,10 @@
 """The smallest set of remedies with which training passes, in few trials.
 
-The remedies are ordered, the likeliest first.  The first k of them pass if they include all that
-are needed, and more remedies never make training worse.  So the k-th remedy is needed for the
-smallest k that passes.  With it applied, the next smallest k gives the next one, until those found
-pass by themselves.  This is the idea of QuickXplain (U. Junker, AAAI 2004) with the preferences of
-Precimonious (C. Rubio-Gonzalez and others, SC 2013).
+The remedies are in order, the likeliest first.  More remedies never make training worse, so the
+first k of them pass if they include all that are needed.  For the smallest such k, the k-th remedy
+is needed.  With this remedy applied, the next smallest k gives the next one, until the remedies
+found so far pass alone.  This is the idea of QuickXplain (U. Junker, AAAI 2004) with the
+preferences of Precimonious (C. Rubio-Gonzalez and others, SC 2013).
 
 k is found by doubling and then bisection, because the order is a good guess: m needed remedies
 among the first k take about 2 m log2(k) trials.
@@ -22,10 +22,10 @@ Remedy = TypeVar("Remedy", bound=Hashable)
 
 @dataclass(frozen=True)
 class SearchResult(Generic[Remedy]):
-    """`needed` passes, or with `passes` False not even all remedies pass.
+    """The set `needed` passes; with `passes` False no set is known to pass.
 
-    `is_decided`: training fails without any one of `needed`, or with all remedies.  False if the
-    trials were used up before that was shown.
+    `is_decided`: it was shown that training fails without any one of `needed`, or with all
+    remedies.  False if the trials were used up before.  `trials` is how many candidates ran.
     """
 
     needed: tuple[Remedy, ...]
@@ -39,36 +39,36 @@ class OutOfTrials(Exception):
 
 
 def most_trials(remedies: int) -> int:
-    """The default limit of candidates: about as many as two causes take."""
+    """The default limit of candidates: about as many as it takes to find two needed remedies."""
     return 2 * math.ceil(math.log2(remedies + 1)) + 8
 
 
 def smallest(
     remedies: Sequence[Remedy],
     passes: Callable[[frozenset[Remedy]], bool],
-    most: int,
+    limit: int,
 ) -> SearchResult[Remedy]:
-    """The smallest subset of `remedies`, the likeliest first, that passes.
+    """The smallest subset that passes of `remedies`, which are in order, the likeliest first.
 
-    `passes` runs a candidate; each is run once at most.  The empty set is known to fail.  `most` is
-    the number of candidates that may be tried.
+    `passes` runs a candidate, each at most once.  The empty set is known to fail.  At most `limit`
+    candidates are run.
     """
     results: dict[frozenset[Remedy], bool] = {frozenset(): False}
 
     needed: list[Remedy] = []
     others = list(remedies)
 
-    def first_pass(count: int) -> bool:
+    def passes_with_first(count: int) -> bool:
         candidate = frozenset([*needed, *others[:count]])
         if candidate not in results:
-            if len(results) > most:
+            if len(results) > limit:
                 raise OutOfTrials
             results[candidate] = passes(candidate)
         return results[candidate]
 
     try:
-        while not first_pass(0):
-            count = _least(len(others), first_pass)
+        while not passes_with_first(0):
+            count = _smallest_passing(len(others), passes_with_first)
             if count is None:
                 return SearchResult((), False, True, len(results) - 1)
             needed, others = [*needed, others[count - 1]], others[: count - 1]
@@ -79,7 +79,7 @@ def smallest(
         return SearchResult(_in_order(best, remedies), bool(passed), False, len(results) - 1)
 
 
-def _least(n: int, passes: Callable[[int], bool]) -> int | None:
+def _smallest_passing(n: int, passes: Callable[[int], bool]) -> int | None:
     """The smallest k from 1 to n that passes; None if n fails.  0 is known to fail."""
     failed, k = 0, 1
     while k < n and not passes(k):

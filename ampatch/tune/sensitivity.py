@@ -1,4 +1,4 @@
-"""The findings of the probe, the errors of each module in half; their file and ranking."""
+"""The findings of the probe: the errors of each module in half, their file and their ranking."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ class Findings:
 
 
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
-    """The most sensitive first; of equal ones submodules before the modules around them.
+    """The most sensitive first; among equal ones a submodule before the module that has it.
 
     Modules that cannot run in half come first, modules without a measurement last.
     """
 
     def key(module: Sensitivity) -> tuple:
-        is_known, depth = module.is_refused or bool(module.samples), module.path.count(".")
-        sizes = -module.error, not module.is_refused, -module.overflow, -depth
-        return not is_known, *sizes, module.path
+        is_known = module.is_refused or bool(module.samples)
+        depth = module.path.count(".")
+        ranks = -module.error, not module.is_refused, -module.overflow, -depth
+        return not is_known, *ranks, module.path
 
     return sorted(modules, key=key)

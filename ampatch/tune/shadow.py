@@ -1,8 +1,8 @@
 """One call of a module, computed again on a copy, in FP32 and in the half dtype.
 
-The copy is made before the call, with the inputs and the state of the random numbers, so it
-computes the same, and the training does not change.  The comparison follows the backward pass, when
-the gradients of the call's outputs are known.
+The module, its inputs and the state of the random generators are copied before the call.  So the
+copy computes the same, and the training does not change.  The comparison is made after the backward
+pass, when the gradients of the call's outputs are known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-Casting = Callable[[], contextlib.AbstractContextManager[Any]]
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class RefusedInHalf(Exception):
@@ -38,20 +38,21 @@ class HalfMode:
     """How a level computes in half: with half weights and inputs, or by autocast (O1)."""
 
     dtype: torch.dtype
-    autocast: Casting | None = None  # a region of torch.autocast in `dtype`; None: all in half
+    autocast: Region | None = None  # makes a region of torch.autocast; None: all is in half
     scale: float = 1.0  # the loss scale
 
-    def weights(self) -> torch.dtype:
+    @property
+    def weight_dtype(self) -> torch.dtype:
         return torch.float32 if self.autocast is not None else self.dtype
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What half changed in one call.
+    """The errors of one call in half, against FP32.
 
     `output` and `gradient` are relative errors in the Euclidean norm: inf if half has an inf or NaN
-    that FP32 does not have, None without gradients.  `overflow` and `vanish` are the shares of
-    values that are inf or NaN, and 0, in half only.
+    that FP32 does not have, None without gradients.  `overflow` is the share of values that are inf
+    or NaN in half only, `vanish` of those that are 0 in half only.
     """
 
     output: float
@@ -68,19 +69,20 @@ class Sample:
 class ModuleCall:
     """One call of a module, recorded before it runs; later also the gradients of its outputs.
 
-    Raises what `copy.deepcopy` raises for a module that cannot be copied.
+    With `as_group` its submodules compute in half with it; otherwise they stay in FP32.  Raises
+    what `copy.deepcopy` raises for a module that cannot be copied.
     """
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, as_group: bool) -> None:
         self._as_group = as_group
-        self._again = random_numbers_again()
+        self._with_same_random_numbers = random_numbers_again()
         self._copy = _plain_copy(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
         self._inputs = copy.deepcopy(detached)  # other objects too: the call may change a cache
         self._requires_grad = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 
-    def watch(self, output: Any) -> None:
+    def record_gradients(self, output: Any) -> None:
         """Store the gradients of the call's output when a backward pass computes them."""
         tensors = [tensor for tensor in tensors_within(output) if tensor.requires_grad]
         self._gradients = [None for _ in tensors]
@@ -97,7 +99,7 @@ class ModuleCall:
         return max((float(g.abs().max()) for g in gradients), default=0.0)
 
     def compare(self, half: HalfMode) -> Sample | None:
-        """What half changes; None if the module only calls submodules.
+        """The errors in half; None if the module only calls submodules.
 
         Raises `RefusedInHalf`, and what the module raises if it does not run again in FP32 or the
         memory is too small.
@@ -106,14 +108,14 @@ class ModuleCall:
         if not calls:
             return None
         try:
-            rounded = self._rounded(half)
+            in_half = self._run_in_half(half)
         except Exception as error:  # half may lack a function, and modules may raise anything
             if lacks_memory(describe(error)):
                 raise
             raise RefusedInHalf(str(error)) from error
-        values = _Difference(exact.outputs, rounded.outputs)
-        gradients = _Difference(exact.gradients, rounded.gradients)
-        both = _Difference(exact.outputs + exact.gradients, rounded.outputs + rounded.gradients)
+        values = _Difference(exact.outputs, in_half.outputs)
+        gradients = _Difference(exact.gradients, in_half.gradients)
+        both = _Difference(exact.outputs + exact.gradients, in_half.outputs + in_half.gradients)
         return Sample(
             values.error,
             gradients.error if any(gradient is not None for gradient in exact.gradients) else None,
@@ -121,17 +123,17 @@ class ModuleCall:
             both.vanish,
         )
 
-    def _rounded(self, half: HalfMode) -> _Values:
+    def _run_in_half(self, half: HalfMode) -> _Values:
         try:
-            return self._run(half.weights(), half.autocast, half.scale, self._as_group)[0]
+            return self._run(half.weight_dtype, half.autocast, half.scale, self._as_group)[0]
         except RuntimeError:
             if self._as_group:
                 raise
             # It reads weights of submodules without calling them, as MultiheadAttention does.
-            return self._run(half.weights(), half.autocast, half.scale, as_group=True)[0]
+            return self._run(half.weight_dtype, half.autocast, half.scale, as_group=True)[0]
 
     def _run(
-        self, dtype: torch.dtype, autocast: Casting | None, scale: float, as_group: bool = False
+        self, dtype: torch.dtype, autocast: Region | None, scale: float, as_group: bool = False
     ) -> tuple[_Values, int]:
         """The values of a copy's forward and backward, and how many functions it called itself."""
         module = copy.deepcopy(self._copy)
@@ -139,28 +141,28 @@ class ModuleCall:
         if as_group:
             module.to(dtype)
         else:
-            children.stay_float(casts=autocast is None)
+            children.keep_in_float(casts_outputs=autocast is None)
         (args, kwargs), leaves = self._leaves(dtype)
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         region = contextlib.nullcontext() if autocast is None else autocast()
-        with self._again(), torch.enable_grad():
-            with region, _Count(children) as count:
+        with self._with_same_random_numbers(), torch.enable_grad():
+            with region, _CallCounter(children) as counter:
                 output = module(*args, **kwargs)
             gradients = self._backward(tensors_within(output), [*leaves, *weights], scale)
         outputs = [tensor.detach() for tensor in tensors_within(output)]
-        return _Values(outputs, gradients), count.calls
+        return _Values(outputs, gradients), counter.calls
 
     def _backward(
-        self, outputs: list[Tensor], wanted: list[Tensor], scale: float
+        self, outputs: list[Tensor], inputs: list[Tensor], scale: float
     ) -> list[Tensor | None]:
-        """The unscaled gradients of `wanted`, from the stored gradients of the outputs."""
+        """The unscaled gradients of `inputs`, from the recorded gradients of the outputs."""
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         pairs = [(r, g) for r, g in zip(roots, self._gradients) if g is not None]
-        if not (pairs and wanted):
+        if not (pairs and inputs):
             return []
         gradients = torch.autograd.grad(
             [root for root, _ in pairs],
-            wanted,
+            inputs,
             [(gradient * scale).to(root.dtype) for root, gradient in pairs],
             allow_unused=True,
         )
@@ -171,8 +173,9 @@ class ModuleCall:
         requires_grad, leaves = iter(self._requires_grad), []
 
         def leaf(tensor: Tensor) -> Tensor:
-            wants_grad, tensor = next(requires_grad), _to(tensor, dtype)
-            if not wants_grad:
+            needs_grad = next(requires_grad)
+            tensor = _cast(tensor, dtype)
+            if not needs_grad:
                 return tensor
             leaves.append(tensor.detach().requires_grad_())
             return leaves[-1].clone()  # the module may change it in place
@@ -208,46 +211,49 @@ class _Difference:
 
 
 class _Children:
-    """The submodules of a copy: with `stay_float` they compute in FP32, the module itself in half.
-
-    `casts`: their outputs are cast to `dtype`; otherwise autocast casts them.
-    """
+    """The submodules of a copy, and whether one of them is running."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
-        self.are_running = False
+        self.is_any_running = False
 
-    def stay_float(self, casts: bool) -> None:
+    def keep_in_float(self, casts_outputs: bool) -> None:
+        """Make them compute in FP32, and the module itself in `dtype`.
+
+        `casts_outputs`: to `dtype`; otherwise autocast casts them.
+        """
         for child in self._module.modules():
             if child is not self._module:
-                child.forward = self._in_float(child.forward, casts)
+                child.forward = self._in_float(child.forward, casts_outputs)
         for name, weight in list(self._module.named_parameters(recurse=False)):
-            half = nn.Parameter(_to(weight.detach(), self._dtype), weight.requires_grad)
+            half = nn.Parameter(_cast(weight.detach(), self._dtype), weight.requires_grad)
             setattr(self._module, name, half)
         for name, buffer in list(self._module.named_buffers(recurse=False)):
-            setattr(self._module, name, _to(buffer, self._dtype))
+            setattr(self._module, name, _cast(buffer, self._dtype))
 
-    def _in_float(self, forward: Callable, casts: bool) -> Callable:
+    def _in_float(self, forward: Callable, casts_outputs: bool) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.are_running:
+            if self.is_any_running:
                 return forward(*args, **kwargs)
-            self.are_running = True
+            self.is_any_running = True
             try:
-                args, kwargs = map_tensors([args, kwargs], lambda x: _to(x, torch.float32))
+                args, kwargs = map_tensors([args, kwargs], lambda x: _cast(x, torch.float32))
                 devices = (x.device.type for x in tensors_within([args, kwargs]))
                 device = next(devices, "cpu")
                 off = torch.autocast(device, enabled=False)
-                with contextlib.nullcontext() if casts else off:
+                with contextlib.nullcontext() if casts_outputs else off:
                     output = forward(*args, **kwargs)
             finally:
-                self.are_running = False
-            return map_tensors(output, lambda tensor: _to(tensor, self._dtype)) if casts else output
+                self.is_any_running = False
+            if not casts_outputs:
+                return output
+            return map_tensors(output, lambda tensor: _cast(tensor, self._dtype))
 
         return call
 
 
-class _Count(TorchFunctionMode):
-    """Counts the functions that a module calls outside the modules in it."""
+class _CallCounter(TorchFunctionMode):
+    """Counts the functions that a module calls itself, outside its submodules."""
 
     def __init__(self, children: _Children) -> None:
         super().__init__()
@@ -255,11 +261,11 @@ class _Count(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attribute = getattr(func, "__name__", "") == "__get__"
-        self.calls += not (is_attribute or self._children.are_running)
+        self.calls += not (is_attribute or self._children.is_any_running)
         return func(*args, **(kwargs or {}))
 
 
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype in _FLOATS else tensor
 
 

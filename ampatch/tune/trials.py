@@ -42,12 +42,12 @@ class Task:
         self, rows: Sequence[Case], out: Path, options: Iterable[str], **others: Any
     ) -> Sweep:
         """A sweep of the script with the user's `options` of these names, and with `others`."""
-        kept = {name: self.options[name] for name in options if name in self.options}
-        return Sweep(self.script, self.arguments, rows=rows, out=out, **kept, **others)
+        shared = {name: self.options[name] for name in options if name in self.options}
+        return Sweep(self.script, self.arguments, rows=rows, out=out, **shared, **others)
 
 
 class Trials:
-    """The rows that have run.  A row that is not confirmed has half of the seeds.
+    """The rows that have run: all seeds of those that were `confirmed`, half of them of the others.
 
     Raises what `Sweep` raises for wrong options or a directory of another sweep.
     """
@@ -57,7 +57,7 @@ class Trials:
         self.seeds, self.search_seeds = seeds, (seeds + 1) // 2
         self._margin = Margin.of(task.options.get("margin"))
         self._cases = [BASE, task.level]
-        self.with_all_seeds: set[Case] = set()  # O0 and rows that passed the search
+        self.with_all_seeds: set[Case] = set()  # O0, and rows that passed with `search_seeds`
         self.runs: list[Run] = []
         self._sweep = self._extended_sweep(resume, overwrite)
 
@@ -86,7 +86,7 @@ class Trials:
         return row_of(case, self.runs, judge, better, self._margin)
 
     def confirmed(self, case: Case, label: str) -> Row:
-        """The row of a case, run with all seeds if it passes with `search_seeds`."""
+        """The row of a case.  If it passes with `search_seeds`, it is run with all seeds."""
         row = self.row(case)
         if not passes(row):
             return row
@@ -120,7 +120,9 @@ class Trials:
 
     def _check_base(self, base: Row) -> None:
         if base.outcome == "failed":
-            raise TuneError(f"O0 has failed: {base.status}. There is nothing to come back to.")
+            raise TuneError(
+                f"O0 has failed: {base.status}. There is nothing to compare a candidate with."
+            )
         if not has_quality(self.runs):
             raise TuneError(
                 f"{self._task.script}: no loss and no metric was recorded at O0, so nothing says "

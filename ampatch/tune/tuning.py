@@ -1,4 +1,4 @@
-"""Tuning: the level as it is, then the probe, the search by trials, and the speed of the cure."""
+"""Tuning: a test of the level as it is, the probe, the search by trials, the speed of the cure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import passes, reason
 
 DTYPE, PROBE_STEPS = "float16", 100
-SEEDS = 6  # to test the answer; half of them search for candidates
-LEAST_SEEDS = 4  # half of them search, and a test needs two
-SPEED = "speed"  # the directory of the timing
+SEEDS = 6  # with which the answer is tested; the search uses half of them
+LEAST_SEEDS = 4  # because the search uses half of them, and a test needs two
+SPEED = "speed"  # the directory of the sweep that measures it
 _NOT_FOR_SPEED = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
 
 
@@ -43,7 +43,7 @@ class Tuning:
 
     Args:
         script: the script's file, or with `module` in `options` the name of a module.
-        arguments: the script's own, as for `Sweep`.
+        arguments: arguments of the script, as for `Sweep`.
         opt_level: "O1", "O2" or "O3"; with `resume` it may be left out.
         dtype: "float16" (the default) or "bfloat16".
         probe_steps: optimizer steps of the run in which modules are computed in half as well, by
@@ -54,7 +54,7 @@ class Tuning:
         options: others of `Sweep`: seeds (6 by default), metrics, judge, margin, better, timeout,
             engines, `resume` and `overwrite`.
 
-    With `resume` the options and arguments that are not given are those of before.
+    With `resume`, options and arguments that are left out keep the values they had.
     Raises what `Sweep` raises.
     """
 
@@ -75,67 +75,72 @@ class Tuning:
         say: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
-        own = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
-        own |= {"candidates": candidates, "rounds": rounds}
-        options["tuning"] = {name: value for name, value in own.items() if value is not None}
-        asked = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
+        tune_options = {"opt_level": opt_level, "dtype": dtype, "probe_steps": probe_steps}
+        tune_options |= {"candidates": candidates, "rounds": rounds}
+        options["tuning"] = {
+            name: value for name, value in tune_options.items() if value is not None
+        }
+        sweep_options = SweepOptions(**options, out=out, resume=resume, overwrite=overwrite)
         program = Program(str(script), options.get("module", False))
         self.directory = Path("ampatch-tune") / program.title if out is None else Path(out)
         earlier = read_results(self.directory) if resume else None
         if earlier is not None:
-            recorded = asked.to_record(options)
-            note, kept, _ = resumed_options(earlier, options, recorded, arguments, but=("rounds",))
+            recorded = sweep_options.to_record(options)
+            note, kept, _ = resumed_options(
+                earlier, options, recorded, arguments, not_kept=("rounds",)
+            )
             options, arguments = {**options, **kept}, arguments or earlier.arguments
             self._check_level(earlier.options.get("tuning", {}), options["tuning"])
             if note:
                 say(note)
         seeds = options.setdefault("seeds", SEEDS)
         whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
-        own = options["tuning"]
-        if "opt_level" not in own:
-            lacking = f" {self.directory} holds no tuning to go on with." if resume else ""
-            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{lacking}")
-        self._level = Case(own["opt_level"], own.get("dtype", DTYPE))
+        tune_options = options["tuning"]
+        if "opt_level" not in tune_options:
+            hint = f" {self.directory} holds no tuning to go on with." if resume else ""
+            raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{hint}")
+        self._level = Case(tune_options["opt_level"], tune_options.get("dtype", DTYPE))
         self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
-        self._probe_steps: int = own.get("probe_steps", PROBE_STEPS)
-        self._max_candidates: int | None = own.get("candidates")
-        self._rounds: int = own.get("rounds", ROUNDS)
-        self._confirms_all = False  # with all seeds: each candidate that passes, or the answer only
-        self._paths: Sequence[str] = ()
-        self._tried = 0
+        self._probe_steps: int = tune_options.get("probe_steps", PROBE_STEPS)
+        self._max_candidates: int | None = tune_options.get("candidates")
+        self._rounds: int = tune_options.get("rounds", ROUNDS)
+        self._confirms_all = False  # each candidate that passes; False: the answer alone
+        self._paths: Sequence[str] = ()  # of all modules of the models
+        self._candidates_tried = 0
         self._resumes = resume
         self._trials = self._open_trials(seeds, resume, overwrite)
 
     def run(self) -> Answer:
-        """Run the remaining trials; returns the answer, which the files have too.
+        """Run the remaining trials; writes the answer to its files, and returns it.
 
         Raises `SweepError` or `TuneError` if there is none.
         """
         row = self._trials.confirmed(self._level, self._level.label)
         if passes(row):
             return self._finish(PASSES, SearchResult((), True, True, 0), row, Findings(), {})
-        # Then it passed with `search_seeds`, which are too few here.
+        # If the level has all seeds, it passed with few: these are not enough for this script.
         self._confirms_all = self._level in self._trials.with_all_seeds
         self._task.say(f"{self._level.label} fails: {reason(row)}")
         probed = findings(self._task, self._trials, self._probe_steps)
         self._paths = probed.paths
         possible = remedies.possible(probed, self._trials.properties(), self._task.dtype)
         limit = most_trials(len(possible)) if self._max_candidates is None else self._max_candidates
-        tried = remedies.settings(possible)
+        settings_tried = remedies.settings(possible)
         search = self._search(possible, limit)
         if not search.passes:
             outcome = NO_CURE if search.is_decided else UNDECIDED
-            return self._finish(outcome, search, row, probed, tried)
+            return self._finish(outcome, search, row, probed, settings_tried)
         cure = self._case(search.needed)
-        answer = self._finish(CURED, search, self._trials.row(cure), probed, tried)
+        cured_row = self._trials.row(cure)
+        answer = self._finish(CURED, search, cured_row, probed, settings_tried)
         self._add_speeds(answer, cure, row.outcome != "failed")
         return answer
 
     def _search(self, possible: Sequence[Remedy], limit: int) -> SearchResult[Remedy]:
-        """The smallest set that passes, confirmed with all seeds.
+        """Search for the smallest set that passes, and confirm it with all seeds.
 
-        If it fails with all seeds, few seeds are not enough for this script: then the search is
-        made again, and each candidate that passes is confirmed.
+        If it fails with all seeds, few seeds are not enough for this script.  Then the search is
+        repeated, and each candidate that passes is confirmed.
         """
         few = self._trials.search_seeds
         confirmed = "if it passes," if self._confirms_all else "the answer"
@@ -143,7 +148,7 @@ class Tuning:
             f"{len(possible)} modules and settings to try, in at most {limit} candidates. A "
             f"candidate runs with {few} seeds, {confirmed} with {self._trials.seeds}."
         )
-        self._tried = 0
+        self._candidates_tried = 0
         search = smallest(possible, self._candidate_passes, limit)
         if not search.passes or self._confirms_all:
             return search
@@ -163,8 +168,8 @@ class Tuning:
     def _candidate_passes(self, chosen: frozenset[Remedy]) -> bool:
         more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
         names = ", ".join(sorted(map(str, chosen))[:4]) + more
-        self._tried += 1
-        label = f"Candidate {self._tried} ({names})"
+        self._candidates_tried += 1
+        label = f"Candidate {self._candidates_tried} ({names})"
         self._task.say(f"{label}: started")
         case = self._case(chosen)
         row = self._trials.confirmed(case, label) if self._confirms_all else self._trials.row(case)
@@ -172,11 +177,11 @@ class Tuning:
         self._task.say(f"{label}: {'passes' if passed else f'fails: {reason(row)}'}")
         return passed
 
-    def _check_level(self, earlier: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    def _check_level(self, earlier: Mapping[str, Any], tune_options: Mapping[str, Any]) -> None:
         """Refuse to resume a tuning of another level or half dtype, or a sweep."""
         before, now = (
             options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
-            for options in (earlier, asked)
+            for options in (earlier, tune_options)
         )
         if before != now:
             raise ValueError(
@@ -185,9 +190,9 @@ class Tuning:
             )
 
     def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
-        """The trials of the directory."""
+        """The trials in the directory; with `overwrite` earlier probes and timings are deleted."""
         for name in (PROBE, SPEED):
-            record_of(self.directory / name)
+            record_of(self.directory / name)  # raises for a folder of other files
         trials = Trials(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):
@@ -224,29 +229,31 @@ class Tuning:
         search: SearchResult[Remedy],
         row: Row,
         probed: Findings,
-        tried: dict[str, Any],
+        settings_tried: dict[str, Any],
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        what, cure = open_question(row) if outcome in (PASSES, CURED) else ("", "")
-        unshown = what and f"{what}. {cure and f'--resume {cure} shows it.'}".strip()
+        question, options = open_question(row) if outcome in (PASSES, CURED) else ("", "")
+        not_shown = (
+            question and f"{question}. {options and f'--resume {options} shows it.'}".strip()
+        )
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,
             dtype=self._task.dtype,
-            outcome=UNDECIDED if unshown else outcome,
+            outcome=UNDECIDED if not_shown else outcome,
             needed=[str(remedy) for remedy in search.needed],
             settings=remedies.settings(search.needed),
             overrides=remedies.overrides(search.needed, probed.paths),
             line=remedies.line(self._level, search.needed, probed.paths, self._trials.kind)
             if outcome == CURED
             else "",
-            settings_tried=tried,
+            settings_tried=settings_tried,
             is_smallest=search.is_decided,
             candidates=search.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
             failure="" if outcome in (PASSES, CURED) else reason(row),
-            not_shown=unshown,
+            not_shown=not_shown,
             modules=ranked(probed.modules),
         )
         write_answer(self.directory, answer)

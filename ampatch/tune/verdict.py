@@ -1,7 +1,7 @@
-"""Does a candidate train as O0 does?  Judged as the sweep judges a row, each by itself.
+"""Does a candidate train as O0 does?  Each is judged alone, as the sweep judges a row.
 
-The p values are not corrected over the candidates: otherwise a verdict would depend on how many
-candidates were tried before.
+The p values are not corrected for the number of candidates: otherwise a verdict would depend on
+how many candidates were tried before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def row_of(
     better: Mapping[str, str],
     margin: Margin = ONE_PERCENT,
 ) -> Row:
-    """The row of a case beside O0 alone."""
+    """The row of a case, from its runs and those of O0 alone."""
     rows = summarize([run for run in runs if run.case in (BASE, case)], judged, better, margin)
     return next(row for row in rows if row.label == case.label)
 

@@ -207,7 +207,7 @@ def commands() -> str:
 
     An option that an earlier command has with the same help is only named.
     """
-    from ampatch.cli.main import _CODES, NAMES, build_parser
+    from ampatch.cli.main import _COMMON_CODES, NAMES, build_parser
 
     [choices] = [
         action.choices
@@ -216,7 +216,8 @@ def commands() -> str:
     ]
     known: dict[str, str] = {}
     sections = "\n\n".join(_command(choices[name], known) for name in NAMES)
-    return f"Exit status of every command: {_CODES}.\n\n{sections.replace(f'; {_CODES}', '')}"
+    sections = sections.replace(f"; {_COMMON_CODES}", "")
+    return f"Exit status of every command: {_COMMON_CODES}.\n\n{sections}"
 
 
 def _command(parser: argparse.ArgumentParser, known: dict[str, str]) -> str:

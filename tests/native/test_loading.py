@@ -131,7 +131,7 @@ def advice(monkeypatch, caplog):
                 ampatch.initialize(torch.nn.Linear(1, 1))
         return [line for line in caplog.messages if "native part" in line]
 
-    monkeypatch.setattr(log._noise, "_said_for_good", set())
+    monkeypatch.setattr(log._repeat_filter, "_logged_once", set())
     return said
 
 

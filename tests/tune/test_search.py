@@ -25,7 +25,7 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     choose = random.Random(size * faults)
     for _ in range(40):
         needed, tried = set(choose.sample(range(size), min(faults, size))), []
-        result = smallest(range(size), noting(tried, needed), most=size + 99)
+        result = smallest(range(size), noting(tried, needed), limit=size + 99)
         assert result.passes and result.is_decided
         assert set(result.needed) == needed
         assert len(set(tried)) == len(tried) == result.trials  # none twice
@@ -42,15 +42,15 @@ def test_likely_remedies_are_found_within_the_default_number(size):
 
 
 def test_where_not_even_all_pass_there_is_nothing_needed():
-    result = smallest(range(16), lambda chosen: False, most=99)
+    result = smallest(range(16), lambda chosen: False, limit=99)
     assert not result.passes and result.is_decided and result.needed == ()
     assert result.trials == 5  # 1, 2, 4, 8 and 16 in place
 
 
 def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
     needed = {40, 90, 95}
-    result = smallest(range(100), needed.issubset, most=12)
+    result = smallest(range(100), needed.issubset, limit=12)
     assert result.passes and not result.is_decided and result.trials == 12
     assert needed < set(result.needed) and len(result.needed) < 100
-    result = smallest(range(100), needed.issubset, most=3)  # none has passed
+    result = smallest(range(100), needed.issubset, limit=3)  # none has passed
     assert not result.passes and not result.is_decided

@@ -186,8 +186,10 @@ def test_of_several_ranks_all_compute_and_one_writes(tmp_path, monkeypatch):
 
 def test_copies_are_kept_of_the_modules_whose_turn_it_is_alone(tmp_path, monkeypatch):
     """One in a step where the steps are many."""
-    watch, compare, done = ModuleCall.watch, ModuleCall.compare, []
-    monkeypatch.setattr(ModuleCall, "watch", lambda *of: done.append("kept") or watch(*of))
+    watch, compare, done = ModuleCall.record_gradients, ModuleCall.compare, []
+    monkeypatch.setattr(
+        ModuleCall, "record_gradients", lambda *of: done.append("kept") or watch(*of)
+    )
     monkeypatch.setattr(ModuleCall, "compare", lambda *of: done.append("compared") or compare(*of))
 
     def most_kept(steps):
@@ -229,7 +231,7 @@ def test_gradients_arrive_in_a_reentrant_checkpoint_too():
     """Its backward pass runs inside another."""
     layer, before, calls = nn.Linear(4, 4), nn.Linear(4, 4), []
     layer.register_forward_pre_hook(lambda _, args: calls.append(ModuleCall(layer, args, {}, True)))
-    layer.register_forward_hook(lambda *call: calls[-1].watch(call[-1]))
+    layer.register_forward_hook(lambda *call: calls[-1].record_gradients(call[-1]))
     checkpoint(layer, before(torch.randn(3, 4)), use_reentrant=True).sum().backward()
     assert [call.largest_gradient for call in calls] == [0.0, 1.0]
     exact, recomputed = [call.compare(HalfMode(torch.float16)) for call in calls]
@@ -302,7 +304,7 @@ def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
     module(x)
     assert not module.weight.is_leaf  # which deepcopy refuses
     call = ModuleCall(module, (x,), {}, as_group=True)
-    call.watch(module(x))
+    call.record_gradients(module(x))
     assert 0 < call.compare(HalfMode(torch.float16)).output < 2e-3
 
 

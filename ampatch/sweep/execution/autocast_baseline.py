@@ -67,10 +67,10 @@ class AutocastBaseline:
         """Like `ampatch.initialize`, which opens a disabled session here."""
         bound = inspect.signature(self._initialize).bind(*args, **kwargs)
         bound.apply_defaults()
-        wanted = {**bound.arguments, "enabled": False}
-        result = self._initialize(**wanted)
+        arguments = {**bound.arguments, "enabled": False}
+        result = self._initialize(**arguments)
         if bound.arguments["enabled"]:
-            models, optimizers = wanted["models"], wanted["optimizers"]
+            models, optimizers = arguments["models"], arguments["optimizers"]
             self._start(_listed(models), _listed(optimizers), bound.arguments)
         return result
 
@@ -117,24 +117,26 @@ class AutocastBaseline:
             put_under_autocast(model, self._device, self._dtype)
         for optimizer in optimizers:
             self._replace_step(optimizer)
-        self._recorder.on_engine(
+        self._recorder.on_training_without_ampatch(
             "autocast", {"dtype": str(self._dtype), "grad_scaler": str(scaling), **settings}
         )
 
     def _replace_step(self, optimizer: Any) -> None:
-        original, inside = optimizer.step, [False]
+        original = optimizer.step
+        is_inside = False
 
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if inside[0]:  # called by GradScaler.step: no overflow, or a fused kernel decides
+            nonlocal is_inside
+            if is_inside:  # called by GradScaler.step: no overflow, or a fused kernel decides
                 found_inf = getattr(optimizer, "found_inf", None)
                 self._last_skipped[id(optimizer)] = found_inf is not None and found_inf.clone()
                 return original(*args, **kwargs)
             self._last_skipped[id(optimizer)] = False
-            inside[0] = True
+            is_inside = True
             try:
                 result = self._step(optimizer, original, args, kwargs)
             finally:
-                inside[0] = False
+                is_inside = False
             self._recorder.on_step(optimizer, self._last_skipped[id(optimizer)])
             return result
 

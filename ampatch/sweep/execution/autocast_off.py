@@ -1,8 +1,9 @@
 """Switches the script's own torch.amp off: at O0, and at levels applied from outside.
 
-Otherwise the O0 trial of a script that enters torch.autocast would run in half, and other trials
-would have the casts of both.  Every region, every function that torch.autocast decorates and every
-GradScaler is disabled, on any device.  Lower switches, such as `torch.set_autocast_enabled`, raise.
+Otherwise the O0 trial of a script that enters torch.autocast would run in half, and in other
+trials both autocast and the level would cast.  Every region, every function that torch.autocast
+decorates and every GradScaler is disabled, on any device.  Lower switches, such as
+`torch.set_autocast_enabled`, raise.
 
 Only trials of a sweep do this.  A script that a user runs at O0 keeps its torch.amp.
 """
@@ -38,7 +39,7 @@ class AutocastOff:
         self.lines: list[str] = []
         self.dtypes: list[str] = []
         self._is_lifted = False
-        self._dtypes_asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._requested_dtypes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
         """Disable each region and GradScaler that is constructed from now on.
@@ -47,8 +48,8 @@ class AutocastOff:
         imported early is the class itself.
         """
         self._replace_regions()
-        make = torch.amp.GradScaler.__init__
-        torch.amp.GradScaler.__init__ = _disabled(make)  # type: ignore[method-assign]
+        init = torch.amp.GradScaler.__init__
+        torch.amp.GradScaler.__init__ = _disabled(init)  # type: ignore[method-assign]
         for name in dir(torch):
             if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
                 setattr(torch, name, self._refused(name, getattr(torch, name)))
@@ -63,9 +64,9 @@ class AutocastOff:
             self._is_lifted = False
 
     def _replace_regions(self) -> None:
-        make, enter = torch.autocast.__init__, torch.autocast.__enter__
+        init, enter = torch.autocast.__init__, torch.autocast.__enter__
 
-        @functools.wraps(make)
+        @functools.wraps(init)
         def __init__(
             region: Any,
             device_type: str,
@@ -74,18 +75,18 @@ class AutocastOff:
             cache_enabled: bool | None = None,
         ) -> None:
             if self._is_lifted:
-                make(region, device_type, dtype, enabled, cache_enabled)
+                init(region, device_type, dtype, enabled, cache_enabled)
                 return
             if enabled:
                 half = dtype or torch.get_autocast_dtype(device_type)
-                self._dtypes_asked[region] = str(half).removeprefix("torch.")
-            make(region, device_type, dtype, False, cache_enabled)
+                self._requested_dtypes[region] = str(half).removeprefix("torch.")
+            init(region, device_type, dtype, False, cache_enabled)
             if enabled:  # it is off, and must not switch the casts of a level off
                 facade.silence(region)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
-            half = self._dtypes_asked.get(region)
+            half = self._requested_dtypes.get(region)
             if half is not None:
                 self.record(half, sys._getframe(1))
             return enter(region)
@@ -113,13 +114,13 @@ class AutocastOff:
             self.lines.append(line)
 
 
-def _disabled(make: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(make)
+def _disabled(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
 
-    @functools.wraps(make)
+    @functools.wraps(init)
     def __init__(*args: Any, **named: Any) -> None:
         bound = signature.bind(*args, **named)
         bound.arguments["enabled"] = False
-        make(*bound.args, **bound.kwargs)
+        init(*bound.args, **bound.kwargs)
 
     return __init__

@@ -26,18 +26,18 @@ from ampatch.sweep.report.paired import TESTED
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
-DEFAULT_SEEDS = 5  # show most differences of 1 %
-FEWEST_ROUNDS = 2  # that can tell a speed from O0's
+DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
+FEWEST_ROUNDS = 2  # with fewer no speed can be told from O0's
 SHORT_RUN_SECONDS = 3.0  # of training; a short run only measures time
 MIN_SHORT_STEPS = 24  # in a short run; a quarter is the warm-up
-MIN_TIMED_STEPS = 6  # where only O0 has a whole run: the first has no time, the second warms up
-_USABLE = 0.95  # share of the budget; the rest is between the runs
-_THIRD_SEED_OVERRUN = 1.25  # times the budget that three seeds may take after two have begun
-_SMALLEST_OVERRUN = 1.1  # times the smallest size's time: a size that takes less always fits
+MIN_TIMED_STEPS = 6  # if only O0 has a whole run: the first step has no time, the second warms up
+_USABLE = 0.95  # share of the budget for runs; the rest passes between them
+_THIRD_SEED_OVERRUN = 1.25  # after two seeds three are run within this factor of the budget
+_SMALLEST_OVERRUN = 1.1  # a size that takes up to this factor of the smallest size always fits
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
-    """How many steps a short run takes, by the first good whole run of O0; None before it."""
+    """How many steps a short run takes, from the first good whole run of O0; None before it."""
     for run in runs:
         if run.case == BASE and not run.trial.short and status(run) == OK:
             ms = step_ms(run.measured)
@@ -82,11 +82,15 @@ class PlanSize:
         self, rows: Sequence[Case], ended: Collection[Trial] = (), **others: Any
     ) -> list[Trial]:
         """The trials in order, without a second run of O0 in rounds that ended without it."""
-        every = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
+        planned = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
         last = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
-        is_over = last > (0, 0) and not any(trial.again for trial in ended)
-        late = {t for t in every if t.again and not t.repeat and (is_over or t.round < last)}
-        return [trial for trial in every if trial in ended or trial not in late]
+        has_none = last > (0, 0) and not any(trial.again for trial in ended)
+        too_late = {
+            trial
+            for trial in planned
+            if trial.again and not trial.repeat and (has_none or trial.round < last)
+        }
+        return [trial for trial in planned if trial in ended or trial not in too_late]
 
     def tests_accuracy(self, wanted: PlanSize) -> bool:
         """Whether it has the seeds that a verdict on accuracy needs."""
@@ -102,8 +106,8 @@ class Timings:
     overhead: float  # of the quickest whole run, without its steps
     whole_steps: int  # optimizer steps of a whole run
     short_steps: int  # of a short run
-    steps: Mapping[Case, float]  # one step of each row that has run
-    wholes: Mapping[Case, float]  # a whole run of each row that has run
+    steps: Mapping[Case, float]  # a step of each row that has run
+    whole_runs: Mapping[Case, float]  # a whole run of each row that has run
     half_speeds: Mapping[str, float]  # of each half dtype, relative to FP32
     failed: Sequence[Run]
 
@@ -125,7 +129,7 @@ class Timings:
             whole_steps=bases[0].steps,
             short_steps=short_steps(bases) or MIN_TIMED_STEPS,
             steps=_means((run.case, _step(run)) for run in trained if _step(run)),
-            wholes=_means(
+            whole_runs=_means(
                 (run.case, run.seconds)
                 for run in runs
                 if not run.trial.short and run is not bases[0]  # it started cold
@@ -149,7 +153,7 @@ class Timings:
             steps = MIN_TIMED_STEPS if few_steps else min(self.short_steps, self.whole_steps)
             return self.startup + steps * self.step_seconds(trial.case)
         estimate = self.overhead + self.whole_steps * self.step_seconds(trial.case)
-        return self.wholes.get(trial.case, estimate)
+        return self.whole_runs.get(trial.case, estimate)
 
     def sweep_seconds(
         self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]
@@ -167,8 +171,8 @@ class Timings:
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     """The sizes to choose from, the best first.
 
-    Given up are, in this order: seeds beyond `TESTED`, rounds of timing, O3, the second run of O0
-    in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing too.
+    What they give up, in this order: seeds beyond `TESTED`, rounds of timing, O3, the second run of
+    O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing too.
     """
     enough, least = min(wanted.seeds, TESTED), min(wanted.rounds, FEWEST_ROUNDS)
     for n in range(wanted.seeds, enough - 1, -1):
@@ -189,11 +193,11 @@ def choose_size(
     rows: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
     ended: Collection[Trial],
 ) -> PlanSize:  # fmt: skip
-    """The best size that takes `minutes` at most, or hardly longer than the smallest size.
+    """The best size that fits `minutes`, or takes hardly longer than the smallest size.
 
-    If a row other than O0 has begun a second or later seed, all rows run that seed: half a round
-    compares nothing.  Two seeds test nothing, so a third one follows even if the sweep then takes
-    up to a quarter longer than the budget.
+    If a row other than O0 has begun a second or later seed, all rows run that seed, because half a
+    round compares nothing.  Two seeds are too few for a test.  So a third one follows, even if the
+    sweep then takes up to a quarter longer than the budget.
     """
     whole = (trial for trial in ended if not trial.short and trial.case != BASE)
     begun = max((trial.seed + 1 for trial in whole), default=0)
@@ -227,9 +231,9 @@ def size_note(rows: Sequence[Case], chosen: PlanSize, minutes: float | None, sec
 def omission_note(
     wanted: PlanSize, chosen: PlanSize, has_o3: bool, has_again: bool, to_test: int, for_all: int
 ) -> str:
-    """What a budget leaves out, and the budget in minutes that has it; "" for nothing.
+    """What a budget leaves out, and the budget that suffices for it; "" for nothing.
 
-    `to_test` is the budget that tests accuracy, `for_all` the one for all that is wanted.
+    `to_test` are the minutes that a test of accuracy takes, `for_all` those of all that is wanted.
     """
     if not chosen.tests_accuracy(wanted):
         return (

@@ -4,7 +4,7 @@
 
 Runs the script under a recorder and writes what was measured to the trial's record, also
 when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file
-holds the number of steps and the loss.  The exit code is the script's.  `Runner` makes REQUEST, in
+has the number of steps and the loss.  The exit code is the script's.  `Runner` makes REQUEST, in
 JSON: the runner, the trial, a pipe that closes when the sweep ends, whether to list the imports.
 Under torchrun only rank 0 records.
 """
@@ -128,7 +128,7 @@ class _Record:
     def __init__(self, path: Path, training: _Training, own_seeds: OwnSeeds) -> None:
         self._path, self._training, self._own_seeds = path, training, own_seeds
         self._error = ""
-        self._written_notices: int | None = None  # the `notices` in the file
+        self._written_notices: int | None = None  # the recorder's `notices` at the last write
         self._process = os.getpid()
         atexit.register(self._complete)
 
@@ -159,7 +159,7 @@ class _Record:
 
 
 class _Training:
-    """Sets the training up as the case says, and connects the recorder.
+    """Sets the training up for the case, and connects the recorder.
 
     `progress` is the file for the trial's progress; None in ranks other than the first.
     """
@@ -178,7 +178,7 @@ class _Training:
         return UNKNOWN if self._recognition is None else self._recognition.kind
 
     def casts_nothing(self) -> bool:
-        """Whether the script ran as by `run --auto`, and nothing was cast."""
+        """Whether the script ran as under `run --auto`, and nothing was cast."""
         return self._forwards is not None and not self._forwards.has_cast
 
     def start(self) -> None:
@@ -211,7 +211,7 @@ class _Training:
             if case.engine != AUTOCAST:  # which does so by itself
                 watch_unscaled(self.recorder)
             if "eps" in dict(case.settings):
-                ampatch.observe(_Eps(dict(case.settings)["eps"]))
+                ampatch.observe(_SmallestEps(dict(case.settings)["eps"]))
             if script.name == FRAMEWORK:
                 framework_patches.install_integration(script.framework)
             _end_without_initialize()
@@ -221,16 +221,16 @@ class _Training:
             write_json(self._progress, TrialProgress(steps, loss, self.kind()))
 
 
-class _Eps:
-    """An observer that gives optimizers an eps of at least `least` before each step."""
+class _SmallestEps:
+    """An observer that raises an eps below `smallest` to it, before each optimizer step."""
 
-    def __init__(self, least: float) -> None:
-        self._least = least
+    def __init__(self, smallest: float) -> None:
+        self._smallest = smallest
 
     def on_step_begin(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             if "eps" in group:
-                group["eps"] = max(group["eps"], self._least)
+                group["eps"] = max(group["eps"], self._smallest)
 
 
 def _end_without_initialize() -> None:

@@ -50,7 +50,7 @@ class CollectedRuns:
             )
 
     def add(self, run: Run) -> list[str]:
-        """Add a run, plan anew and write the files; returns the notes that are new."""
+        """Add a run, update the plan and write the files; returns the notes that are new."""
         known = self._script_notes().keys()
         self.runs.append(run)
         self.runs.sort(key=lambda run: self._plan.order[run.trial])  # they may end in any order
@@ -61,7 +61,7 @@ class CollectedRuns:
 
     @property
     def planned(self) -> int:
-        """How many runs there are, those that are to come included."""
+        """How many runs there will be, with those that have ended."""
         done, fail_fast = {run.trial for run in self.runs}, self._options.fail_fast
         trials = self._plan.trials
         return sum(trial in done or is_due(trial, self.runs, fail_fast) for trial in trials)

@@ -1,4 +1,4 @@
-"""The directory of a sweep: one sweep at a time, and never two mixed.
+"""The directory of a sweep, in which only one sweep runs at a time.
 
 It is locked while a sweep runs.  It belongs to the sweep whose record, `summary.json`, is in it:
 only that sweep continues in it (`resume`), and another replaces it only on request (`overwrite`).
@@ -51,11 +51,11 @@ class RunFiles:
     run: Path
     record: Path  # written by the child, until the run has ended
     progress: Path
-    log: Path
+    log: Path  # what the script prints
     directory: Path
     ranks: Path  # a directory for torchrun, until the run has ended
     imports: Path  # what a cold run has imported, until it has ended
-    copy: Path  # of the current folder, with --in-copy; then what was written there
+    copy: Path  # of the current folder, with --in-copy; after the run, what was written there
 
     @classmethod
     def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
@@ -70,7 +70,7 @@ class RunFiles:
             _remove(path)
 
     def remove_unfinished(self) -> None:
-        """Delete what is there while the trial runs."""
+        """Delete the files that exist only while the trial runs."""
         for path in (self.record, self.progress, self.imports, self.ranks):
             _remove(path)
 
@@ -93,10 +93,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
-    """`out`, or by default `ampatch-sweep/TITLE`, with a number if that exists.
+def choose(out: str | Path | None, title: str, takes_existing: bool) -> Path:
+    """`out`, or by default `ampatch-sweep/TITLE`, with a number if that is in use.
 
-    With `is_there` it is the last of these that has a sweep.
+    With `takes_existing` the default is the last of these that has a sweep, if one has.
     """
     if out is not None:
         return Path(out)
@@ -106,7 +106,7 @@ def choose(out: str | Path | None, title: str, is_there: bool) -> Path:
         if _is_free(path):
             break
         last = path if (path / SUMMARY).exists() else last
-    return last if last and is_there else path
+    return last if last and takes_existing else path
 
 
 def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
@@ -174,7 +174,7 @@ class Directory:
         self._lock()
 
     def add_settings(self, settings: dict[str, Any]) -> None:
-        """Add to the settings."""
+        """Add settings that are known only now, or replace them."""
         self.settings.update(plain(settings))
 
     def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:

@@ -19,22 +19,22 @@ _MAY_RESUME = (
     "trial. Give each trial its own folder, which is empty when it begins: -- --checkpoints "
     "{trial_dir}, or the variable AMPATCH_TRIAL_DIR in the script."
 )
-_UNKNOWN = (
+_HOW_TO_FIND_OUT = (
     " With O0 among --levels its first run shows what the script has. An option of the script that "
     "switches AMP on stands after --."
 )
 
 
 def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> str:
-    """Why no other trial should run after `run`; "" if the next may succeed.
+    """Why no other trial should run after `run`; "" if others may succeed.
 
     `earlier` are the runs before it, `log` is the file of its output.
     """
     run_status = status(run)
     if run.case == BASE and LATE in run_status:
         return f"{script}: {run_status}"
-    others = [other for other in earlier if other.steps and status(other) == OK]
-    if run_status.startswith(NO_STEP) and run.case != BASE and others:
+    good = [other for other in earlier if other.steps and status(other) == OK]
+    if run_status.startswith(NO_STEP) and run.case != BASE and good:
         return ""
     if run_status.startswith(("no training", NO_STEP)) and not run.steps:
         kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
@@ -64,7 +64,7 @@ def _hint(run: Run, kind: Kind) -> str:
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
     is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.lacks_initialize)
-    return f" {kind.needs}.{_UNKNOWN}" if is_unknown else _MAY_RESUME
+    return f" {kind.needs}.{_HOW_TO_FIND_OUT}" if is_unknown else _MAY_RESUME
 
 
 def lacks_memory(message: str) -> bool:
@@ -73,7 +73,7 @@ def lacks_memory(message: str) -> bool:
 
 
 def failure(run: Run, log: Path) -> str:
-    """How a run failed, and the end of its output.  An error that is there is not repeated."""
+    """How a run failed, and the end of its output.  An error in the output is not repeated."""
     how, output = status(run), last_lines(log)
     hint = " The script may catch its errors." + _MAY_RESUME if how.startswith(NO_STEP) else ""
     if not output:

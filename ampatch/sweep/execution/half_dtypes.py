@@ -11,8 +11,8 @@ from ampatch.diagnose.speed import HalfSpeeds, half_speeds
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.torch_private.devices import accelerator
 
-NONE_IS_FAST = ("bfloat16",)  # needs no loss scaling, and on a CPU is less slow than float16
-_ASK = """
+NONE_IS_FAST = ("bfloat16",)  # where none is: no loss scale, and quicker than float16 on a CPU
+_MEASURE_IN_CHILD = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
 from ampatch.diagnose.speed import half_speeds
@@ -31,7 +31,7 @@ def measure_half_dtypes() -> HalfSpeeds:
 
 def _of_accelerator() -> HalfSpeeds:
     """Timed in a child process, so that the sweep's process holds no memory of the device."""
-    command = [sys.executable, "-c", _ASK, PACKAGE_ROOT]
+    command = [sys.executable, "-c", _MEASURE_IN_CHILD, PACKAGE_ROOT]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().rpartition("\n")[2]

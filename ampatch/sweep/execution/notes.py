@@ -19,7 +19,7 @@ from ampatch.sweep.report.start_check import other_starts, start_note
 from ampatch.sweep.report.summary import seeds_matter
 from ampatch.sweep.trial import BASE
 
-_PASS_ON = (
+_HOW_TO_SEED = (
     "--override-seeds makes the script's seeds depend on the trial's; or pass that on by -- --seed "
     "{seed}, or have the script read AMPATCH_SEED"
 )
@@ -48,7 +48,7 @@ def script_notes(
 
 
 def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
-    """The kind of a script without `initialize`, and why it lacks levels if all were asked for."""
+    """The kind of a script without `initialize`, and which levels it lacks if all were wanted."""
     asks_for_all = plan.kind.is_plain and options.levels is None and options.rows is None
     note = f"{script} {plan.kind.description()}."
     return f"{note} {plan.kind.needs}." if asks_for_all else note
@@ -126,7 +126,7 @@ def _seed_note(
         where = f" ({own_seeds[0]})" if own_seeds else ""
         return (
             f"The seed does not reach the script{where}: O0 gives the same with each seed, so "
-            f"accuracy is not tested. {_PASS_ON}."
+            f"accuracy is not tested. {_HOW_TO_SEED}."
         )
     is_passed_on = any("{seed}" in argument for argument in arguments)
     others = [run.trial.seed for run in bases if not run.measured.own_seed]
@@ -137,7 +137,7 @@ def _seed_note(
         return ""
     return (
         f"{script} seeds itself: {own_seeds[0]}. What it draws after that does not depend on the "
-        f"seed of the sweep. {_PASS_ON}."
+        f"seed of the sweep. {_HOW_TO_SEED}."
     )
 
 

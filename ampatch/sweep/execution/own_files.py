@@ -9,55 +9,55 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-MOST = 50_000  # files that are listed
-LARGE = 2**30  # bytes, from which an entry of the folder is linked and not copied
-_OURS = ("ampatch-sweep", "ampatch-tune", "__pycache__")
+MAX_FILES = 50_000  # whose times are recorded
+LARGE = 2**30  # bytes: an entry of the folder of this size is linked, not copied
+_IGNORED = ("ampatch-sweep", "ampatch-tune", "__pycache__")
 
 
-def change_times(folders: Sequence[Path], without: Path) -> dict[str, int]:
-    """The modification time of each file in nanoseconds, without hidden folders and `without`."""
-    own = {(stream.st_dev, stream.st_ino) for stream in map(os.fstat, _open_streams())}
+def change_times(folders: Sequence[Path], excluded: Path) -> dict[str, int]:
+    """The modification times of files in nanoseconds, except in hidden folders and `excluded`."""
+    streams = {(stream.st_dev, stream.st_ino) for stream in map(os.fstat, _open_streams())}
     times = {}
-    for path in _files(folders, without):
+    for path in _files(folders, excluded):
         with contextlib.suppress(OSError):  # it is gone again
-            state = os.stat(path)
-            if (state.st_dev, state.st_ino) not in own:
-                times[os.path.relpath(path)] = state.st_mtime_ns
-        if len(times) == MOST:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) not in streams:
+                times[os.path.relpath(path)] = status.st_mtime_ns
+        if len(times) == MAX_FILES:
             break
     return times
 
 
 def changed_names(before: dict[str, int], now: dict[str, int]) -> list[str]:
-    """The files that are new or have another time; for those in subfolders the top one's name."""
+    """The files that are new or have another time; those in subfolders as `SUBFOLDER/...`."""
     names = sorted(name for name in now if before.get(name) != now[name])
-    tops = (name.partition(os.sep)[::2] for name in names if not name.startswith(os.pardir))
-    beside = (name for name in names if name.startswith(os.pardir))
-    return list(dict.fromkeys([*(f"{top}/..." if rest else top for top, rest in tops), *beside]))
+    inside = (name.partition(os.sep)[::2] for name in names if not name.startswith(os.pardir))
+    outside = (name for name in names if name.startswith(os.pardir))
+    return list(dict.fromkeys([*(f"{top}/..." if rest else top for top, rest in inside), *outside]))
 
 
-def linked_entries(folder: Path, without: Path) -> list[str]:
+def linked_entries(folder: Path, excluded: Path) -> list[str]:
     """The entries of a folder that a copy links to: large ones, hidden folders, and links."""
     return sorted(
         path.name
         for path in folder.iterdir()
         if path.is_symlink()
         or (path.is_dir() and path.name.startswith("."))
-        or _size(path, without) >= LARGE
+        or _size(path, excluded) >= LARGE
     )
 
 
 @contextlib.contextmanager
-def copy_of(folder: Path, copy: Path, without: Path) -> Iterator[None]:
+def copy_of(folder: Path, copy: Path, excluded: Path) -> Iterator[None]:
     """A copy of a folder during the block; files written there stay after it."""
-    links = linked_entries(folder, without)
+    links = linked_entries(folder, excluded)
     for name in links:
         copy.mkdir(parents=True, exist_ok=True)
         (copy / name).symlink_to((folder / name).resolve())
 
     def ignored(parent: str, names: list[str]) -> list[str]:
-        ours = [name for name in names if name in _OURS or Path(parent, name) == without]
-        return [*ours, *(links if Path(parent) == folder else ())]
+        never = [name for name in names if name in _IGNORED or Path(parent, name) == excluded]
+        return [*never, *(links if Path(parent) == folder else ())]
 
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     before = {path: path.lstat().st_mtime_ns for path in copy.rglob("*") if not path.is_dir()}
@@ -72,21 +72,23 @@ def copy_of(folder: Path, copy: Path, without: Path) -> Iterator[None]:
                 Path(subfolder).rmdir()
 
 
-def _files(folders: Sequence[Path], without: Path) -> Iterator[str]:
+def _files(folders: Sequence[Path], excluded: Path) -> Iterator[str]:
     for folder in folders:
         for parent, subfolders, names in os.walk(folder):
             subfolders[:] = [
                 name
                 for name in subfolders
-                if not name.startswith(".") and name not in _OURS and Path(parent, name) != without
+                if not name.startswith(".")
+                and name not in _IGNORED
+                and Path(parent, name) != excluded
             ]
             yield from (os.path.join(parent, name) for name in names)
 
 
-def _size(path: Path, without: Path) -> int:
+def _size(path: Path, excluded: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(os.lstat(file).st_size for file in _files([path], without))
+    return sum(os.lstat(file).st_size for file in _files([path], excluded))
 
 
 def _open_streams() -> Iterator[int]:

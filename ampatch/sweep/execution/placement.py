@@ -28,7 +28,7 @@ class Placement:
     variables: tuple[tuple[str, str | None], ...] = ()
 
     def apply(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with the variables of this slot."""
+        """`environment` with the variables of this placement."""
         merged = {**environment, **dict(self.variables), **_visible(self.devices, environment)}
         return {name: value for name, value in merged.items() if value is not None}
 
@@ -36,19 +36,20 @@ class Placement:
 def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """`devices` in groups of `size`, one group for each trial.  Raises `ValueError`."""
     option = f"--devices {','.join(devices)}"
-    kinds = {device.partition(":")[0] for device in devices}
+    device_types = {device.partition(":")[0] for device in devices}
     named = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
-    if not named or len(kinds) != 1 or len(set(devices)) != len(devices):
+    if not named or len(device_types) != 1 or len(set(devices)) != len(devices):
         raise ValueError(
             f"{option}: expected different devices of one kind, such as cuda:0,cuda:1, of the "
             f"kinds {', '.join(VISIBLE)}. On a CPU use --jobs."
         )
-    [kind] = kinds
-    existing = count(kind)
+    [device_type] = device_types
+    existing = count(device_type)
     missing = [device for device in devices if int(device.partition(":")[2]) >= existing]
     if missing:
         raise ValueError(
-            f"{option}: there is no {missing[0]} on this machine, which has {existing} of {kind}."
+            f"{option}: there is no {missing[0]} on this machine, which has {existing} of "
+            f"{device_type}."
         )
     if len(devices) % size:
         raise ValueError(

@@ -139,7 +139,7 @@ class PlainTraining:
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         if not self._steps:
             self._first_step(optimizer)
-            self._recorder.on_engine(self._name, {})
+            self._recorder.on_training_without_ampatch(self._name, {})
         self._steps += 1
         self._scaled_losses = 0
 

@@ -1,6 +1,6 @@
 """The plan of a sweep: its trials, from the options, the kind of the script and the budget.
 
-The first run at O0 shows the kind; the plan is made anew while that run continues.
+The first run at O0 shows the kind; then the plan is made again, while that run continues.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ampatch.sweep.trial import BASE, Case, Trial
 class Plan:
     """The `cases` and `trials` of a sweep.  A resumed sweep keeps the plan of `earlier`.
 
-    `wanted` is the size that the user asked for, `chosen` the one that fits the budget;
-    `possible` has the trials of any size that may still be chosen, `order` their numbers.  Raises
-    `ValueError` for rows that cannot run.
+    `wanted` is the size that the user asked for, `chosen` the one that fits the budget.  `possible`
+    has the trials of all sizes that may still be chosen, and `order` maps each to its place in the
+    plan.  Raises `ValueError` for rows that cannot run.
     """
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
@@ -52,13 +52,19 @@ class Plan:
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
         rows = self._rows()  # raises before anything is measured
         self._minutes = self._budget(rows)
-        in_half = any(case.dtype in DTYPES for case in rows)
+        has_half_rows = any(case.dtype in DTYPES for case in rows)
         chooses_dtypes = options.dtypes is None and options.rows is None
-        self._half = HalfSpeeds(recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {})))
-        if in_half and not self._half.lowest and (chooses_dtypes or self._minutes is not None):
-            self._half = measure_half_dtypes()
-        if in_half and chooses_dtypes:
-            self.dtypes = recorded.get("dtypes") or self._half.fast
+        self._half_speeds = HalfSpeeds(
+            recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {}))
+        )
+        if (
+            has_half_rows
+            and not self._half_speeds.lowest
+            and (chooses_dtypes or self._minutes is not None)
+        ):
+            self._half_speeds = measure_half_dtypes()
+        if has_half_rows and chooses_dtypes:
+            self.dtypes = recorded.get("dtypes") or self._half_speeds.fast
         self._timings: Timings | None = None
         self._ended: Collection[Trial] = ()
         self.wanted = self.chosen = self._wanted_size(rows)
@@ -66,21 +72,22 @@ class Plan:
 
     @property
     def seeds(self) -> int:
-        """How many seeds O0 has."""
+        """With how many seeds O0 runs."""
         return max(1, self.chosen.seeds)
 
     def replan(self, runs: Sequence[Run]) -> bool:
-        """Choose the size anew, by all runs; returns whether to tell the user of the new plan."""
-        before = self._timings, self.chosen.tests_accuracy(self.wanted)
-        self._timings = Timings.of(runs, self._half.lowest)
+        """Choose the size again, by all runs; returns whether to tell the user of the new plan."""
+        earlier_timings = self._timings
+        tested_accuracy = self.chosen.tests_accuracy(self.wanted)
+        self._timings = Timings.of(runs, self._half_speeds.lowest)
         self._ended = {run.trial for run in runs}
         if self._minutes is not None and self._timings is not None:
             self.chosen = choose_size(
                 self.cases, self.wanted, self._minutes, self._timings, self._ended
             )
         self._set_trials()
-        is_first = before[0] is None and self._timings is not None
-        return is_first or before[1] != self.chosen.tests_accuracy(self.wanted)
+        is_first = earlier_timings is None and self._timings is not None
+        return is_first or tested_accuracy != self.chosen.tests_accuracy(self.wanted)
 
     def size_note(self) -> str:
         """What is planned, and what is left out for the budget.
@@ -88,15 +95,15 @@ class Plan:
         "" before the first run of O0, for rows that the caller chose, for a single row, and for
         trials that run side by side.
         """
-        is_part = self._options.rows is not None or self._options.side_by_side
-        if self._timings is None or is_part or len(self.cases) == 1:
+        has_no_size = self._options.rows is not None or self._options.side_by_side
+        if self._timings is None or has_no_size or len(self.cases) == 1:
             return ""
         seconds = self._timings.sweep_seconds(self.cases, self.chosen, self._ended)
         note = size_note(self.cases, self.chosen, self._minutes, seconds)
         return f"{note} {self.omission_note()}".strip()
 
     def omission_note(self) -> str:
-        """What the budget leaves out, and the budget that has it; "" for nothing."""
+        """What the budget leaves out, and the budget that suffices for it; "" for nothing."""
         if not self.has_budget or self._timings is None:
             return ""
         for_all = self._timings.budget_minutes(self.cases, self.wanted, self._ended)
@@ -119,7 +126,7 @@ class Plan:
 
     def half_speed_note(self) -> str:
         """How fast the half dtypes of the rows are on this machine; "" if not measured."""
-        lowest, highest = self._half.lowest, self._half.highest
+        lowest, highest = self._half_speeds.lowest, self._half_speeds.highest
         used = {name for case in self.cases for name in (case.dtype or "").split("+")}
         names = [name for name in lowest if name in used]
         speeds = (f"{n} {lowest[n]:.2f}x to {highest[n]:.2f}x" for n in names)
@@ -143,7 +150,7 @@ class Plan:
         return self._minutes is not None and seconds > 60 * self._minutes
 
     def recognize(self, kind: Kind) -> bool:
-        """Take the kind that a run shows; whether it is new, so that the plan has changed.
+        """Take the kind that a run shows; returns whether it is new, so that the plan has changed.
 
         Raises `ValueError` for rows of the options that this kind cannot run.
         """
@@ -186,16 +193,16 @@ class Plan:
         }
 
     def to_resume(self) -> dict[str, Any]:
-        """What a resumed sweep takes over, unless its own options replace it."""
+        """What a resumed sweep keeps, unless its own options replace it."""
         return {
             "budget": self._minutes,
-            "half_speeds": [self._half.lowest, self._half.highest],
+            "half_speeds": [self._half_speeds.lowest, self._half_speeds.highest],
             "amounts": dataclasses.asdict(self.chosen) if self.has_budget else None,  # its size
         }
 
     @property
     def has_budget(self) -> bool:
-        """Whether this call has a budget, or the sweep had one that it resumes."""
+        """Whether this call has a budget, or the resumed sweep had one."""
         return self._minutes is not None or bool(self._recorded.get("amounts"))
 
     def _budget(self, rows: Sequence[Case]) -> float | None:
@@ -219,7 +226,7 @@ class Plan:
     def _wanted_size(self, rows: Sequence[Case]) -> PlanSize:
         """The size that is run if there is time."""
         options, recorded = self._options, self._recorded
-        if recorded.get("amounts") and self._minutes is None:  # more of what a budget left out
+        if recorded.get("amounts") and self._minutes is None:  # adds what a budget left out
             earlier = PlanSize(**recorded["amounts"])
             return PlanSize(options.seeds or earlier.seeds, options.rounds or earlier.rounds)
         rounds = options.rounds or recorded.get("rounds") or ROUNDS
@@ -230,8 +237,8 @@ class Plan:
         self.cases = self._rows()
         planned = self._trials_of(self.chosen)
         others = sizes(self.wanted) if self.has_budget else ()
-        more = (trial for size in others for trial in self._trials_of(size))
-        self.possible = list(dict.fromkeys([*planned, *more]))
+        of_others = (trial for size in others for trial in self._trials_of(size))
+        self.possible = list(dict.fromkeys([*planned, *of_others]))
         dropped = [trial for trial in self._ended if trial not in planned]
         self.trials = [*dropped, *planned]
         order = dict.fromkeys([*self.possible, *dropped])
@@ -240,8 +247,12 @@ class Plan:
     def _trials_of(self, size: PlanSize) -> list[Trial]:
         options = self._options
         ended = self._ended if self.has_budget else ()
-        side_by_side, fewer = options.side_by_side, options.fewer_seeds
-        return size.trials(self.cases, ended, side_by_side=side_by_side, fewer=fewer)
+        return size.trials(
+            self.cases,
+            ended,
+            side_by_side=options.side_by_side,
+            fewer_seeds=options.fewer_seeds,
+        )
 
     def _rows(self) -> list[Case]:
         options = self._options

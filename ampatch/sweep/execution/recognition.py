@@ -1,7 +1,7 @@
 """Recognizes what kind of script runs at O0, and reports its training to the recorder.
 
-The kind is known at `initialize`, or at the first optimizer step if that comes before.  Until
-then, and from then on where there is no `initialize`, the script is watched as plain PyTorch.
+The kind is known at `initialize`, or at the first optimizer step if that comes first.  The script
+is watched as plain PyTorch until it calls `initialize`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ampatch.sweep.measure.recorder import Recorder
 class Recognition:
     """The kind of the script in this process, from `start` on.
 
-    `off` knows the regions of torch.autocast that the script has entered.
+    `off` records the regions of torch.autocast that the script has entered.
     """
 
     def __init__(self, recorder: Recorder, off: AutocastOff) -> None:
         self._recorder, self._off = recorder, off
         self._plain = PlainTraining(recorder, "O0", self._first_step)
-        self._name = self._framework = ""
+        self._kind_name = self._framework = ""
         self._half_weights: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:
-        """As far as the script has shown it: a region may be entered after many steps."""
-        name, lines = self._name, tuple(self._off.lines)
+        """As far as it has shown: the script may enter a region after many steps."""
+        name, lines = self._kind_name, tuple(self._off.lines)
         if name == NO_AMP and lines:
             name = TORCH_AMP
         return Kind(name, self._framework, lines, tuple(self._off.dtypes), self._half_weights)
@@ -49,10 +49,10 @@ class Recognition:
         framework_patches.wrap_backward(self._plain.framework_backward)
 
     def on_initialize(self, properties: Any) -> None:
-        if self._name in ("", AMPATCH):
-            self._name = AMPATCH
+        if self._kind_name in ("", AMPATCH):
+            self._kind_name = AMPATCH
             modules = {name: [framework.integration] for name, framework in FRAMEWORKS.items()}
-            self._framework = _running(sys._getframe(), modules)
+            self._framework = _running_framework(sys._getframe(), modules)
             self._plain.mute()
             watch_unscaled(self._recorder)
             return
@@ -63,15 +63,15 @@ class Recognition:
 
     def _first_step(self, optimizer: Any) -> None:
         modules = {name: framework.modules for name, framework in FRAMEWORKS.items()}
-        self._framework = _running(sys._getframe(), modules)
+        self._framework = _running_framework(sys._getframe(), modules)
         has_integration = self._framework and FRAMEWORKS[self._framework].integration
-        self._name = FRAMEWORK if has_integration else NO_AMP
+        self._kind_name = FRAMEWORK if has_integration else NO_AMP
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights}
         self._half_weights = tuple(sorted(dtypes & {"bfloat16", "float16"}))
 
 
-def _running(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
+def _running_framework(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
     """The first name in `modules` that has a function on the stack, or ""."""
     running = []
     while frame is not None:

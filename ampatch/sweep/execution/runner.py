@@ -50,8 +50,8 @@ class Cancelled(Exception):
 class TrialControl:
     """Passed to `Runner.run`: calls `report` with new progress, and can end the trial.
 
-    The events `cancelled`, which gives the script `GRACE` seconds to end by itself, and `killed`,
-    which does not, may be set from another thread.  Trials may be forked by `warm`.
+    Another thread may set the events `cancelled`, which gives the script `GRACE` seconds to end by
+    itself, and `killed`, which gives none.  With `warm` the trial is forked if possible.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Runner:
     program: Program
     arguments: Sequence[str]
     directory: Path  # for the files of the runs
-    steps: int | None = None  # after which the script is ended, unless it gets them: `{steps}`
+    steps: int | None = None  # end the script after them, unless `{steps}` is an argument
     metrics: Mapping[str, str] | None = None  # regular expressions over its output
     timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # the script's
     override_seeds: bool = False  # the script's own seeds depend on the trial's
     processes: int | None = None  # of each trial, started by torchrun; None: one, without it
-    probe: tuple[str, str] | None = None  # a module with `start(text, off)`, and the text
+    probe: tuple[str, str] | None = None  # a module with `start(text, off, writes)`, and a text
     in_copy: bool = False  # each trial runs in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
@@ -100,18 +100,20 @@ class Runner:
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
-        here, ours = Path.cwd(), self.directory.parent
+        here, sweep_folder = Path.cwd(), self.directory.parent
         is_first = trial == Trial(BASE)
         script = self.program.file().resolve().parent
         folders = [here] if script.is_relative_to(here) else [here, script]
-        before = own_files.change_times(folders, ours) if is_first and not self.in_copy else {}
-        copy = own_files.copy_of(here, files.copy, ours) if self.in_copy else nullcontext()
+        before = (
+            own_files.change_times(folders, sweep_folder) if is_first and not self.in_copy else {}
+        )
+        copy = own_files.copy_of(here, files.copy, sweep_folder) if self.in_copy else nullcontext()
         with copy, files.own_directory(), self._child(trial, files, placement, control) as child:
             started, clock = time.monotonic(), time.time()
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
                 _end(child, control)
-        after = own_files.change_times(folders, ours) if before else {}
+        after = own_files.change_times(folders, sweep_folder) if before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
             measured = ranks.explained(measured, files)
@@ -123,11 +125,13 @@ class Runner:
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout,
             alone=placement.alone,
-            imports=_imports(child, clock, measured) if control.warm else 0.0,
+            imports=_import_seconds(child, clock, measured) if control.warm else 0.0,
             host=socket.gethostname(),
             devices=placement.devices,
             wrote=own_files.changed_names(before, after),
-            linked=own_files.linked_entries(here, ours) if is_first and self.in_copy else [],
+            linked=own_files.linked_entries(here, sweep_folder)
+            if is_first and self.in_copy
+            else [],
         )
         write_json(files.run, run.to_json())
         if control.warm is not None:
@@ -163,8 +167,8 @@ class Runner:
                 is_warm = warm is not None and guard is not None and not self.in_copy
                 if is_warm and self.kind.name != FRAMEWORK:
                     request["imports"] = warm.needs_imports
-                    ends = (log.fileno(), guard)
-                    child = warm.start(plain(request), environment, ends, control.check)
+                    descriptors = (log.fileno(), guard)
+                    child = warm.start(plain(request), environment, descriptors, control.check)
                 child = child or subprocess.Popen(
                     self._command(request, files),
                     stdin=subprocess.DEVNULL,
@@ -197,7 +201,7 @@ class Runner:
         return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(request))]
 
 
-def _imports(child: object, clock: float, measured: Measured | None) -> float:
+def _import_seconds(child: object, clock: float, measured: Measured | None) -> float:
     """Seconds from `clock`, when the process began, until torch was imported; 0 for a fork."""
     began = measured.machine.get("began") if measured else None
     return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)

@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep: handles each event of the engine, and plans anew."""
+"""Runs the trials of a sweep: handles each event of the engine, and updates the plan."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Coordinator:
         self._plan, self._collected, self._directory = plan, collected, directory
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
-        self._start, self._has_said_long = 0.0, False
+        self._start = 0.0  # of `run`, by `time.monotonic`
+        self._has_said_long = False
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
         """Add the runs of an earlier part of the sweep."""
         for run in self._directory.finished(self._plan.possible, self._options.timeout):
-            if not self._reason_to_stop(run):  # what ended the sweep may be mended now
+            if not self._reason_to_stop(run):  # what stopped the sweep runs again: it may be mended
                 log, patterns = self._files(run).log, self._options.metrics
                 if run.measured and patterns and log.exists():
                     run.measured.metrics.update(read_metrics(log, patterns))
@@ -73,7 +74,7 @@ class Coordinator:
                     display.said(kind_note(str(self._program), self._options, self._plan))
             self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
-                schedule.set_queues(*self._queues())  # no submitted trial waits to run
+                schedule.set_queues(*self._queues())  # submitted trials all run already
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
             raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
@@ -92,7 +93,7 @@ class Coordinator:
         )
 
     def _shows_kind(self, event: Event) -> bool:
-        """Whether the event shows the kind of the script; then the plan was made anew."""
+        """Whether the event shows the kind of the script; then the plan has changed."""
         if isinstance(event, Reached):
             kind = event.progress.kind
         elif isinstance(event, Ended):
@@ -123,11 +124,11 @@ class Coordinator:
         elif isinstance(event, Ended):
             self._ended(event.run, display)
         else:
-            is_of_pattern = isinstance(event.error, ValueError)  # --metric matched no number
-            raise SweepError(str(event.error)) if is_of_pattern else event.error
+            is_wrong_metric = isinstance(event.error, ValueError)  # --metric matched no number
+            raise SweepError(str(event.error)) if is_wrong_metric else event.error
 
     def _say_if_long(self, display: Progress) -> None:
-        """Say once that the first run alone takes longer than the whole sweep may."""
+        """Say once that the first run alone takes longer than the budget."""
         is_first = not (self._collected.runs or self._has_said_long)
         if is_first and self._plan.is_over(time.monotonic() - self._start):
             self._has_said_long = True
@@ -139,14 +140,14 @@ class Coordinator:
     def _ended(self, run: Run, display: Progress) -> None:
         self._begun.add(run.trial)
         reason = self._reason_to_stop(run)
-        news = self._collected.add(run)
+        new_notes = self._collected.add(run)
         display.ended(run)
         if status(run) != OK and run.case not in self.shown_failures:
             self.shown_failures.add(run.case)
             if not reason:
-                news.append(failure(run, self._files(run).log))
+                new_notes.append(failure(run, self._files(run).log))
         is_last = len(self._collected.runs) == len(self._plan.trials)
-        for text in [*news, *([reason] if reason and is_last else [])]:
+        for text in [*new_notes, *([reason] if reason and is_last else [])]:
             display.said(text)
         if reason and not is_last:
             raise SweepError(reason)

@@ -3,7 +3,7 @@
 The sweep seeds torch, `random` and numpy before the script starts.  A script that seeds itself with
 a constant undoes that.  `OwnSeeds` records the first such call.  With --override-seeds it derives
 each seed from the script's and the trial's: seeds that differ in the script (by epoch, by rank)
-still differ.  Generators keep their seeds, because fixed splits and made-up data come from them.
+still differ.  Generator objects keep their seeds: scripts use them for fixed splits and test data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.own_lines import own_line
 
 _MOST_WORDS = 64
-_GLOBAL = {
+_SEEDING_FUNCTIONS = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
     "numpy.random.seed": ("numpy.random",),
@@ -76,10 +76,10 @@ class OwnSeeds:
     def __init__(self, seed: int, override: bool) -> None:
         self.first_call = ""
         self._seed, self._override = seed, override
-        self._process, self._is_inside = os.getpid(), False
+        self._process, self._is_seeding = os.getpid(), False
 
     def watch(self) -> None:
-        for name, modules in {**_GLOBAL, **seeding_functions()}.items():
+        for name, modules in {**_SEEDING_FUNCTIONS, **seeding_functions()}.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 attribute = name.rpartition(".")[2]
                 setattr(module, attribute, self._seeding(name, getattr(module, attribute)))
@@ -88,16 +88,16 @@ class OwnSeeds:
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
             seed = next(iter([*args, *kwargs.values()]), None)  # None: the system chooses
-            if seed is None or self._is_inside or os.getpid() != self._process:
+            if seed is None or self._is_seeding or os.getpid() != self._process:
                 return original(*args, **kwargs)
-            self._is_inside = True  # calls inside are torch's, not the script's
+            self._is_seeding = True  # calls inside are torch's, not the script's
             try:
                 seed = self._seed_to_set(name, seed)
                 if args:
                     return original(seed, *args[1:], **kwargs)
                 return original(**{**kwargs, next(iter(kwargs)): seed})
             finally:
-                self._is_inside = False
+                self._is_seeding = False
 
         return seeded
 
@@ -106,9 +106,9 @@ class OwnSeeds:
         if not self.first_call and repr(seed) != repr(self._seed):
             line = own_line(sys._getframe(1)) or "a library"
             self.first_call = f"{name}({repr(seed)[:40]}) at {line}"
-        return self.of_trial(seed) if self._override else seed
+        return self.seed_for_trial(seed) if self._override else seed
 
-    def of_trial(self, seed: Any) -> int:
+    def seed_for_trial(self, seed: Any) -> int:
         """The seed derived from the trial's and `seed`, a number, an array or a text."""
         seed = seed.tolist() if hasattr(seed, "tolist") else seed
         digest = hashlib.sha256(f"{self._seed} {seed!r}".encode()).digest()

@@ -2,8 +2,8 @@
 
     python -m ampatch.sweep.execution.server PIPE
 
-It only imports, so a forked trial differs from one that starts cold in `sys.modules` alone.
-`obstacle` says when that does not hold.
+It only imports, so a forked trial differs from one that starts cold only in `sys.modules`.
+`obstacle` finds the cases in which that is not so.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     if by_script:
         return f"{by_script[0]} is set in the script, and may be read at an import after that"
     new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
-    homes = (getattr(value, "__module__", None) for values in new for value in values)
-    if apex.is_imported or any(str(home).startswith("ampatch.") for home in homes):
+    defined_in = (getattr(value, "__module__", None) for values in new for value in values)
+    if apex.is_imported or any(str(module).startswith("ampatch.") for module in defined_in):
         return "a library imports ampatch or apex, which the trials change"
     return "" if _survives_fork() else "an import has touched a device, or started a thread"
 
 
 class _Apex:
-    """Finds no module, and records whether apex is imported: trials have one of ampatch."""
+    """Finds no module, and records whether apex is imported: in trials that is ampatch's own."""
 
     is_imported = False
 

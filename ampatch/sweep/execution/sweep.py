@@ -1,4 +1,4 @@
-"""`Sweep`: made from options, run, and asked for results."""
+"""`Sweep`: a script with options, its trials, and their results."""
 
 from __future__ import annotations
 
@@ -48,36 +48,40 @@ class Sweep:
     """
 
     def __init__(self, script: str, arguments: Sequence[str] = (), **options: Any) -> None:
-        asked = SweepOptions(**options)
-        self._program = Program(str(script), asked.module)
+        sweep_options = SweepOptions(**options)
+        self._program = Program(str(script), sweep_options.module)
         self._file = self._program.file()
         self.script = str(self._program)
-        path = choose(asked.out, self._program.title, asked.resume or asked.overwrite)
-        record = record_of(path, asked.files)
-        earlier = record if asked.resume else None
-        if asked.resume and earlier is None:
+        path = choose(
+            sweep_options.out, self._program.title, sweep_options.resume or sweep_options.overwrite
+        )
+        record = record_of(path, sweep_options.files)
+        earlier = record if sweep_options.resume else None
+        if sweep_options.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
         self.arguments = list(map(str, arguments))
-        self._resume_note, recorded = "", asked.to_record(options)
+        self._resume_note, recorded = "", sweep_options.to_record(options)
         if earlier is not None:
             self._resume_note, recorded, options = resumed_options(
                 earlier, options, recorded, self.arguments
             )
             self.arguments = self.arguments or earlier.arguments
-            asked = SweepOptions(**options)
-        self._options = asked
-        if counts_its_steps(self.arguments) and asked.steps is None:
+            sweep_options = SweepOptions(**options)
+        self._options = sweep_options
+        if counts_its_steps(self.arguments) and sweep_options.steps is None:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
-        if asked.devices:
-            device_groups(asked.devices, asked.nproc_per_node or 1)
-        Margin.of(asked.margin)  # raises before the folder is made
-        self._plan = Plan(asked, earlier)
-        self._directory = Directory(path, self._settings(), asked)
+        if sweep_options.devices:
+            device_groups(sweep_options.devices, sweep_options.nproc_per_node or 1)
+        Margin.of(sweep_options.margin)  # raises before the folder is made
+        self._plan = Plan(sweep_options, earlier)
+        self._directory = Directory(path, self._settings(), sweep_options)
         directory, plan = self._directory, self._plan
         self._collected = CollectedRuns(
-            self._program, self.arguments, asked, recorded, plan, directory
+            self._program, self.arguments, sweep_options, recorded, plan, directory
         )
-        self._coordinator = Coordinator(self._program, asked, plan, self._collected, directory)
+        self._coordinator = Coordinator(
+            self._program, sweep_options, plan, self._collected, directory
+        )
         try:
             self._coordinator.resume()
             self._collected.write()

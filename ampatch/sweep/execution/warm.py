@@ -1,4 +1,4 @@
-"""Trials that start warm: a server process has the imports, and forks one trial after the other.
+"""Trials that start warm: a server process imports what they import, and forks each of them.
 
 The first cold run lists its imports, and the server (`server.py`) imports them before the next
 trial.  If it finds that a fork would differ from a cold start, all trials start cold.
@@ -41,17 +41,18 @@ class WarmStarts:
         request: dict[str, Any],
         environment: Mapping[str, str],
         files: Sequence[int],
-        wait: Callable[[], None],
+        check: Callable[[], None],
     ) -> Forked | None:
-        """A forked trial; None: it has to start cold.
+        """A forked trial; None if it has to start cold.
 
-        `files` are its log and its guard.  `wait` is called repeatedly during the imports.
+        `files` are the descriptors of its log and its guard.  `check` is called repeatedly while
+        the server imports, and may raise.
         """
         if self._imports is None:
             return None
         try:
             if self._server is None:
-                self._start_server(environment, wait)
+                self._start_server(environment, check)
             if self._pipe is None:
                 return None
             self._pipe.send((request, environment))
@@ -68,22 +69,22 @@ class WarmStarts:
             self._server.kill()
             self._server.wait()
 
-    def _start_server(self, environment: Mapping[str, str], wait: Callable[[], None]) -> None:
-        ours, theirs = Pipe()
-        with theirs:
+    def _start_server(self, environment: Mapping[str, str], check: Callable[[], None]) -> None:
+        pipe, server_end = Pipe()
+        with server_end:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "ampatch.sweep.execution.server", str(theirs.fileno())],
+                [sys.executable, "-m", "ampatch.sweep.execution.server", str(server_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
             )
-        ours.send(self._imports)
-        while not ours.poll(POLL):
-            wait()
-        self._pipe = ours if ours.recv() == "" else None
+        pipe.send(self._imports)
+        while not pipe.poll(POLL):
+            check()
+        self._pipe = pipe if pipe.recv() == "" else None
 
 
 class Forked:

@@ -20,7 +20,7 @@ from ampatch.device_figures import built_for
 from ampatch.sweep.measure.record import Run
 
 _CPUINFO = Path("/proc/cpuinfo")
-_SECONDS = 20  # for one call of git
+_GIT_TIMEOUT = 20  # seconds
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 
@@ -71,7 +71,7 @@ def provenance(script: Path) -> dict[str, str]:
 
 
 def resumed_provenance(script: Path, earlier: dict[str, str]) -> dict[str, str]:
-    """The `provenance` of a resumed sweep; what differs now is added under another name."""
+    """The `provenance` of a resumed sweep: the earlier one, and what differs as `NAME, resumed`."""
     now = {name: value for name, value in provenance(script).items() if earlier.get(name) != value}
     return {**earlier, **{f"{name}, resumed": value for name, value in now.items()}}
 
@@ -106,10 +106,10 @@ def _git(folder: Path, *words: str) -> str | None:
     """What git prints; None if it fails or is missing."""
     environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(folder), *words],
-            env=environment, capture_output=True, text=True, timeout=_SECONDS, check=True,
+            env=environment, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return completed.stdout.strip()

@@ -11,11 +11,11 @@ from ampatch.sweep.measure.record import Series
 from ampatch.sweep.report.directions import direction
 
 _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
-_OF_VALIDATION = r"(?:val|valid|validation|test|testing|eval|evaluation|dev|held.?out)"
-_VALIDATION = re.compile(rf"{_OF_VALIDATION}(?![a-z])", re.IGNORECASE)
-_COUNTED = re.compile("time|sec|duration|speed|step|epoch|batch|size|count|lr", re.IGNORECASE)
-_NAMED = re.compile(
-    rf"((?:\b{_OF_VALIDATION}[ /_:-]+)?\b[A-Za-z][\w@/-]*)([\"']?\s*[:=|] *| +)\d+\.?\d*",
+_VALIDATION_WORD = r"(?:val|valid|validation|test|testing|eval|evaluation|dev|held.?out)"
+_VALIDATION = re.compile(rf"{_VALIDATION_WORD}(?![a-z])", re.IGNORECASE)
+_NO_METRIC = re.compile("time|sec|duration|speed|step|epoch|batch|size|count|lr", re.IGNORECASE)
+_NAME_AND_NUMBER = re.compile(
+    rf"((?:\b{_VALIDATION_WORD}[ /_:-]+)?\b[A-Za-z][\w@/-]*)([\"']?\s*[:=|] *| +)\d+\.?\d*",
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"\b([A-Za-z]+)( [^\n:=|,;{}]{1,60}[:=] *)\d+\.?\d*")
@@ -33,23 +33,30 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
         name: [_number(match, name, log) for match in re.finditer(pattern, text, re.MULTILINE)]
         for name, pattern in patterns.items()
     }
-    return {name: Series([*range(len(of))], of) for name, of in numbers.items() if of}
+    return {
+        name: Series([*range(len(values))], values) for name, values in numbers.items() if values
+    }
 
 
 @functools.cache
 def metric_hint(log: Path, size: int) -> tuple[str, str] | None:
     r"""A number in the output that looks like a metric, and the `--metric` that reads it.
 
-    For example `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None if there is none.  Metrics
-    have a name that is better when higher, also as the first word of a sentence, or a name with a
-    word for validation that is no time and no count.  `size` is that of the file now.
+    For example `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None if there is none.  Such
+    numbers have a name that is better when higher, which may begin a sentence.  Or they have a
+    decimal point and a name with a word for validation.  Times and counts are left out.  `size` is
+    the present size of the file, for the cache.
     """
     text = log.read_bytes().decode("utf-8", "replace")
-    forms = ((_NAMED, _is_score), (_SENTENCE, _begins_with_score), (_NAMED, _is_of_validation))
-    for form, is_wanted in forms:
-        for match in form.finditer(text):
+    patterns = (
+        (_NAME_AND_NUMBER, _is_score),
+        (_SENTENCE, _begins_with_score),
+        (_NAME_AND_NUMBER, _is_of_validation),
+    )
+    for pattern, is_metric in patterns:
+        for match in pattern.finditer(text):
             name, between = match.groups()
-            if is_wanted(name, match[0]):
+            if is_metric(name, match[0]):
                 prefix = re.escape(re.sub("[\"']", ".", name + between)).replace("\\ ", " ")
                 prefix = prefix.replace("\\.", ".")
                 return match[0], rf"{'_'.join(name.split())}={prefix}([\d.]+)"
@@ -61,11 +68,11 @@ def _is_score(name: str, _: str) -> bool:
 
 
 def _begins_with_score(name: str, shown: str) -> bool:
-    return _is_score(name, shown) and not _COUNTED.search(shown)
+    return _is_score(name, shown) and not _NO_METRIC.search(shown)
 
 
 def _is_of_validation(name: str, shown: str) -> bool:
-    return bool(_VALIDATION.match(name)) and "." in shown and not _COUNTED.search(name)
+    return bool(_VALIDATION.match(name)) and "." in shown and not _NO_METRIC.search(name)
 
 
 def _number(match: re.Match[str], name: str, log: Path) -> float:

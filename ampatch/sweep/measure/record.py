@@ -27,9 +27,8 @@ OTHER_FORMAT = (
 class Series:
     """Values in the order they came.
 
-    `steps[i]` is how many optimizer steps had been taken before `values[i]`, of numbers in the
-    output how many were before it; `seconds[i]`, where there is one, the host's clock since the
-    script started.
+    `steps[i]` is how many optimizer steps had been taken before `values[i]`; for numbers in the
+    output it is `i`.  `seconds[i]`, if recorded, is the time on the host since the script started.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Measured:
     properties: dict[str, str] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)  # every managed step, in order
     step_seconds: list[float | None] = field(default_factory=list)  # since the step before
-    cpu_seconds: list[float | None] = field(default_factory=list)  # the same of the processor
+    cpu_seconds: list[float | None] = field(default_factory=list)  # the same, as CPU time
     losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
     metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
     loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
@@ -71,13 +70,13 @@ class Run:
     seconds: float  # the whole process
     measured: Measured | None  # None: the process ended without a record
     ended_by: str = ""  # why the parent ended it, if it did
-    timeout: float | None = None  # seconds, as it was when the run was made
+    timeout: float | None = None  # seconds, in this run
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
-    imports: float = 0.0  # seconds of a cold start that those after it do not need
+    imports: float = 0.0  # seconds of imports in a cold start, which warm ones do not take
     host: str = ""
     devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
     wrote: list[str] = field(default_factory=list)  # O0's first: files in the user's folder
-    linked: list[str] = field(default_factory=list)  # O0's first: what is no copy in its copy
+    linked: list[str] = field(default_factory=list)  # O0's first: links in its copy of the folder
 
     @property
     def case(self) -> Case:

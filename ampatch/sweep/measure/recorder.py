@@ -1,4 +1,4 @@
-"""The observer that watches a script's training from inside the child."""
+"""The observer that records a script's training in the trial's process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Recorder:
         self._machine = state_of_the_machine()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # how often a session, a step or a metric was seen
+        self.notices = 0  # of sessions, steps and metrics
         self._properties: Any = None
-        self._engine: tuple[str, dict[str, Any]] | None = None
+        self._training_without_ampatch: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
         self._count = 0
         self._pauses = 0
@@ -56,9 +56,9 @@ class Recorder:
         self.notices += 1
         self._properties = properties
 
-    def on_engine(self, name: str, properties: dict[str, Any]) -> None:
-        """The script trains without ampatch: at O0 without AMP code, or under autocast."""
-        self._engine = name, properties
+    def on_training_without_ampatch(self, level: str, properties: dict[str, Any]) -> None:
+        """The script trains at O0 without AMP code, or under autocast."""
+        self._training_without_ampatch = level, properties
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
         self._losses[str(loss_id)].add(self._count, loss)
@@ -93,12 +93,12 @@ class Recorder:
     def measured(self) -> Measured:
         """Everything measured so far; waits for the device."""
         memory_bytes, memory_kind = peak_memory()
-        name, properties = self._engine or (
+        level, properties = self._training_without_ampatch or (
             getattr(self._properties, "opt_level", None),
             vars(self._properties) if self._properties else {},
         )
         return Measured(
-            opt_level=name,
+            opt_level=level,
             properties={key: str(value) for key, value in properties.items()},
             skipped=[bool(value) for value in self._skipped.read()],
             **self._times.of_main_optimizer(),

@@ -27,7 +27,7 @@ class _StepEnd(NamedTuple):
 
 
 class StepTimes:
-    """Takes the ends of steps, of any optimizers."""
+    """Records when steps end, of any optimizers."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None  # of the first step

@@ -1,12 +1,12 @@
 """Whether a metric is better when it is higher or lower, as far as its name says.
 
-A name is taken apart into words: at characters that are no letters, at capitals (`valLoss`) and
-around the long words of `_INSIDE` (`valloss`).  These words are looked for in the lists below, in
-the singular and the plural.
+A name is split into words: at characters that are no letters, at capitals (`valLoss`) and around
+the long words of `_EMBEDDED` (`valloss`).  These words are looked up in the lists below, in the
+singular and the plural.
 
     logloss, val/MSELoss, testErr, top5_error   lower
     mAP50, val_acc, F1, ROUGE-L                 higher
-    lr, loss_scale, 1-ssim, tpr@fpr             None: the user is asked for it (`--better`)
+    lr, loss_scale, 1-ssim, tpr@fpr             None: the user is asked (`--better`)
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ _HIGHER = """
     correct similarity agreement reward return elo elbo fitness likelihood loglikelihood log_prob
     logprob prec loglik bacc sensitivity explained_variance winrate pck sisdr
 """
-_GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, where no other word is there
-# Beside these the other words tell nothing: a drop of accuracy is no accuracy.
-_OF_IT = """
+_GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, if no word of the lists above is there
+# With one of these in the name the other words tell nothing: a drop of accuracy is no accuracy.
+_QUALIFIERS = """
     scale scaling weight loss_coef loss_coefficient threshold std stdev stderr sd var variance gap
     drop delta diff difference change improvement increase decrease reduction neg negative negated
     minus inverse inverted
 """
-_BETWEEN = {"at", "per", "over", "vs", "by", "to"}  # what is said of one quantity by another
-_INSIDE = "loss|error|perplexity|accuracy|precision|recall|reward"
+_PREPOSITIONS = {"at", "per", "over", "vs", "by", "to"}  # a quantity in terms of another
+_EMBEDDED = "loss|error|perplexity|accuracy|precision|recall|reward"
 
 _WORD = re.compile(r"[A-Z]{2,}s(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_BEHIND = re.compile(rf"\b(?!inaccura|imprecis)([a-z]{{2,}})((?:{_INSIDE})(?:e?s)?)\b")
+_TEXT_THEN_EMBEDDED = re.compile(
+    rf"\b(?!inaccura|imprecis)([a-z]{{2,}})((?:{_EMBEDDED})(?:e?s)?)\b"
+)
 _SPLIT = re.compile(r"\b(best|dev|eval|test|train|val|valid)(acc|err|mae|mse|nll|ppl|rmse|wer)\b")
-_BEFORE = re.compile(rf"\b({_INSIDE})(?!less|iness)([a-z]{{2,}})\b")
-_REST_OF_ONE = re.compile(r"\s*(1|1\.0|100)?\s*-")  # 1-ssim, -loss
+_EMBEDDED_THEN_TEXT = re.compile(rf"\b({_EMBEDDED})(?!less|iness)([a-z]{{2,}})\b")
+_COMPLEMENT = re.compile(r"\s*(1|1\.0|100)?\s*-")  # 1-ssim, -loss
 _NLL = re.compile(r"\bneg(ative)? log likelihood\b")
 
 
 def direction(name: str) -> str | None:
     """Whether a metric of this name is better when "higher" or "lower"; None if it does not say.
 
-    None too where words of both lists are there, unless the last is one of `lower`: a `dice_loss`
-    and an `accuracy_error` are lower.
+    None too for words of both lists, unless the last word is of the list `_LOWER`: lower is better
+    for `dice_loss` and `accuracy_error`.
     """
     words = _NLL.sub("nll", _words(name))
-    if _REST_OF_ONE.match(name) or _ABOUT.search(words):
+    if _COMPLEMENT.match(name) or _QUALIFIED.search(words):
         return None
     ways = [match.lastgroup for match in _LISTED.finditer(words)]
     ways = [way for way in ways if way != "generic"] or ["higher" for way in ways]
     if len(set(ways)) > 1:
-        is_said = ways[-1] == "lower" and "@" not in name and _BETWEEN.isdisjoint(words.split())
-        return "lower" if is_said else None
+        is_relative = "@" in name or not _PREPOSITIONS.isdisjoint(words.split())
+        return "lower" if ways[-1] == "lower" and not is_relative else None
     return ways[0] if ways else None
 
 
@@ -74,11 +76,11 @@ def option(name: str) -> str:
 def _words(name: str) -> str:
     """The words of a name in small letters, a space between them."""
     words = _SPLIT.sub(r"\1 \2", " ".join(_WORD.findall(name)).lower())
-    return _BEFORE.sub(r"\1 \2", _BEHIND.sub(r"\1 \2", words))
+    return _EMBEDDED_THEN_TEXT.sub(r"\1 \2", _TEXT_THEN_EMBEDDED.sub(r"\1 \2", words))
 
 
 def _any_of(listed: str) -> str:
-    """A pattern of the words of a list and their plurals, the longest first."""
+    """A pattern that matches the words of a list and their plurals, the longest first."""
     spaced = sorted({_words(word) for word in listed.split()}, key=len, reverse=True)
     return "|".join(map(_with_plural, spaced))
 
@@ -89,7 +91,7 @@ def _with_plural(word: str) -> str:
     return f"{word}(?:es)?" if word.endswith("s") else f"{word}s?"
 
 
-_ABOUT = re.compile(rf"\b(?:{_any_of(_OF_IT)})\b")
+_QUALIFIED = re.compile(rf"\b(?:{_any_of(_QUALIFIERS)})\b")
 _LISTED = re.compile(
     rf"\b(?:(?P<lower>{_any_of(_LOWER)})|(?P<higher>{_any_of(_HIGHER)})"
     rf"|(?P<generic>{_any_of(_GENERIC)}))\b"

@@ -3,7 +3,7 @@
 * Step time: from the end of one optimizer step to the end of the next.  The first steps (`WARM_UP`,
   or a quarter of a short run) and the first step after `log_metrics`, which contains an
   evaluation, do not count.  With several optimizers the one that steps most often counts.
-* CPU time: what the process used of all processors from step to step.
+* CPU time: that of all threads of the process, from step to step.
 * First and last loss: means over the first and the last twentieth of all losses given to
   `scale_loss` or `backward()`; with several losses, those of the lowest `loss_id`.  First losses of
   rows with unequal numbers of losses are means over as many as in the shortest run.
@@ -44,7 +44,7 @@ def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """Median and quartiles; of three values or fewer the least and the greatest; None of no values.
+    """Median and quartiles; the least and greatest of three values or fewer; None without values.
 
     The quartiles are estimates for the distribution, limited to the range of the values.
     """
@@ -72,7 +72,7 @@ def step_ms(measured: Measured | None, first: int | None = None) -> float | None
 def first_and_last(
     measured: Measured | None, first: int | None = None
 ) -> tuple[float | None, float | None]:
-    """The loss at the start, by default of a twentieth or of the `first` losses; and at the end."""
+    """The mean loss at the start, of a twentieth or the `first` losses, and at the end."""
     losses = main_losses(measured).values
     if not losses:
         return None, None
@@ -123,14 +123,14 @@ def brief(status: str) -> str:
 def divergence(measured: Measured) -> str:
     """The step and the loss at which a run diverged, as text; "" if it did not diverge."""
     for losses in measured.losses.values():
-        harmful = _taken(measured, losses) + _trailing(losses)
+        harmful = _nonfinite_taken(measured, losses) + _nonfinite_at_end(losses)
         if harmful:
             step, value = min(harmful)
             return f"diverged at step {step + 1}: loss {value}"
     return ""
 
 
-def _taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
+def _nonfinite_taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
     """The non-finite losses whose optimizer step was taken."""
     skipped = measured.skipped
     return [
@@ -140,7 +140,7 @@ def _taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
     ]
 
 
-def _trailing(losses: Series) -> list[tuple[int, float]]:
+def _nonfinite_at_end(losses: Series) -> list[tuple[int, float]]:
     """The non-finite losses at the end, after the last finite one."""
     every = reversed(list(zip(losses.steps, losses.values)))
     return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))

@@ -1,8 +1,8 @@
-"""What difference from O0 matters, and the one rule for "worse" of `ampatch sweep` and `tune`.
+"""Which difference from O0 matters, and the rule for "worse" of `ampatch sweep` and `tune`.
 
 A quantity is worse if a test shows it (`paired.py`) and its 95 % interval reaches beyond the
-margin.  If the interval ends within the margin, it is worse by less than matters, whatever the p:
-with more seeds the p of any difference becomes small.
+margin.  If the interval ends within the margin, the quantity is worse by less than matters, however
+small its p is: with more seeds the p of any difference becomes small.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def is_within_margin(quantity: Comparison) -> bool:
 
 
 def at_worst(quantity: Comparison) -> float:
-    """How much worse the quantity is at the worse end of its interval, or by its difference.
+    """How much worse the quantity is at the worse end of its interval.
 
-    Below 0 if the whole interval is better.  Raises `ValueError` if it has no direction.
+    Without scatter the interval is the difference alone.  Below 0 if the whole interval is better.
+    Raises `ValueError` if the quantity has no direction.
     """
     if quantity.has_no_verdict:
         raise ValueError(f"{quantity.name}: expected a direction, as it differs from O0's.")

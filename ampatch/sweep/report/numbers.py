@@ -1,4 +1,4 @@
-"""Numbers as text, the same in every table: plain, and as a mean ± standard deviation."""
+"""Numbers as text, in the same form in every table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_DECIMALS = 6
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, also of values that are not finite; `fmean` refuses inf beside -inf."""
+    """The mean, also of values that are not finite: `statistics.fmean` refuses inf with -inf."""
     if all(map(math.isfinite, values)):
         return statistics.fmean(values)
     return sum(values) / len(values)

@@ -4,8 +4,8 @@ The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measure
 In each round O0 runs twice, and the speed of its second run relative to the first should be 1.00.
 The reach of O0 is the factor by which these speeds depart from 1.00, up or down.  If O0 ran only
 once in a round, but in three rounds or more, each round's run is compared with the next one's.
-Then a row as fast as O0 is called faster in 2 % of sweeps, with two rounds in 10 % (simulated,
-noise of 2 to 30 %).  One round shows nothing.
+By this rule a row as fast as O0 is called faster in 2 % of sweeps, with two rounds in 10 %
+(simulated, noise of 2 to 30 %).  One round shows nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Row, Spread
 
 NOISE = 0.05
-WORTHWHILE = 1.05  # a speed-up below this is none
+WORTHWHILE = 1.05  # the smallest speed-up for which a row is recommended
 FASTER, SLOWER, UNKNOWN, FEW_ROUNDS = "faster", "slower", "not told apart", "too few rounds"
 
 

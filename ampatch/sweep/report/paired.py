@@ -21,7 +21,7 @@ from pandas import Series
 LEVEL = 0.05  # significance level, for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8
-TESTED = 3  # seeds that a test needs: .93 of equal rows pass it, with two .37 (simulated)
+TESTED = 3  # seeds that a test needs: 93 % of equal rows then pass, with two 37 % (simulated)
 SAME = 1e-9  # relative to the values: differences with less scatter count as constant
 
 
@@ -49,7 +49,7 @@ def paired(sample: Sequence[float], base: Sequence[float]) -> Paired:
         return _constant(sample, base, 0.0 if abs(mean) <= tolerance else mean)
     from scipy.stats import ttest_1samp
 
-    with warnings.catch_warnings():  # nearly equal values are meant here
+    with warnings.catch_warnings():  # of nearly equal values, which are expected here
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         tested = ttest_1samp(differences, 0.0)
     interval = tested.confidence_interval(CONFIDENCE)

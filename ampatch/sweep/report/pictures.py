@@ -33,7 +33,7 @@ from ampatch.sweep.trial import BASE
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
 NAME = 24  # letters in a line beside bars
-POINTS = 40  # a longer line is averaged in up to so many blocks, then over the seeds
+POINTS = 40  # of a line: more are averaged in blocks, then over the seeds
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -92,8 +92,8 @@ def _by_time(results: Results, losses: DataFrame) -> Picture | None:
     lines = lines_of(losses, "seconds")
     if len(lines) < 2:  # one line is the same by step
         return None
-    along, panels = "time since the first loss (s)", [_losses_of(lines)]
-    return _picture("loss-by-time", "Training loss by time.", along, results, panels)
+    x_label, panels = "time since the first loss (s)", [_losses_of(lines)]
+    return _picture("loss-by-time", "Training loss by time.", x_label, results, panels)
 
 
 def _speed(results: Results) -> Picture | None:
@@ -106,14 +106,14 @@ def _speed(results: Results) -> Picture | None:
     )
     lines = sum(textwrap.fill(row.name, NAME).count("\n") + 1 for row in timed)
     panels = [_Panel(0.9 + 0.12 * len(timed) + 0.17 * lines, _draw_bars, timed)]
-    along = "speed relative to O0 (times; larger is faster)"
-    return _picture("speed", caption, along, results, panels)
+    x_label = "speed relative to O0 (times; larger is faster)"
+    return _picture("speed", caption, x_label, results, panels)
 
 
 class _Panel(NamedTuple):
     height: float  # inches
     draw: Callable[[Any, Results, Any], None]  # on axes
-    what: Any
+    data: Any
 
 
 def _losses_of(lines: dict[str, DataFrame]) -> _Panel:
@@ -122,16 +122,16 @@ def _losses_of(lines: dict[str, DataFrame]) -> _Panel:
 
 
 def _picture(
-    name: str, caption: str, along: str, results: Results, panels: Sequence[_Panel]
+    name: str, caption: str, x_label: str, results: Results, panels: Sequence[_Panel]
 ) -> Picture:
-    """The panels, one below the other, with `along` under the last; lines get a legend."""
+    """The panels, one below the other, with `x_label` under the last; lines get a legend."""
     with style.context(["default", STYLE]):  # not the user's style
         heights = [panel.height for panel in panels]
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
         for panel, (axes,) in zip(panels, grid):
-            panel.draw(axes, results, panel.what)
-        axes.set_xlabel(along)
+            panel.draw(axes, results, panel.data)
+        axes.set_xlabel(x_label)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         if labels:
             columns = 1 if max(map(len, labels)) > 28 else 2
@@ -261,7 +261,7 @@ def differences(losses: DataFrame) -> DataFrame:
 def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:
     """The line of each row of `losses_of` or `differences`: `x`, `y`, `low` and `high` by block.
 
-    Rows without a finite number have none.
+    Rows without a finite number have no line.
     """
     size = max(1, math.ceil((losses.n.max() + 1) / POINTS)) if len(losses) else 1
     seeds = losses.groupby(["row", "seed", losses.n // size])[[along, "loss"]].mean()

@@ -1,6 +1,6 @@
-"""Which row is recommended, and what is missing where none is: in two sentences at most.
+"""Which row is recommended, or what is missing to recommend one: in two sentences at most.
 
-What has to be shown of a row: docs/explanation/sweep_figures.md, "What is recommended".  Whether
+What must be shown of a row: docs/explanation/sweep_figures.md, "What is recommended".  Whether
 rows start alike is in `start_check.py`, what matters in `margin.py`, what is faster in `pace.py`.
 """
 
@@ -28,13 +28,13 @@ from ampatch.sweep.trial import BASE
 NOTHING_YET = "Nothing to compare yet"
 MOST_SEEDS = 50
 _LESS_MEMORY = 0.95  # relative to O0's; above it no sentence mentions memory
-_IN_HALF = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # how much is not in FP32
+_IN_HALF = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # larger: more is in half
 
 
 def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: str = "") -> str:
     """The row to train a script of this kind with, and why; or what is known and what settles it.
 
-    `resume_options` continue a sweep whose budget had no time to test accuracy.
+    `resume_options` continue a sweep whose budget was too small to test accuracy.
     """
     other_starts = [row for row in rows if row.start]
     if other_starts:
@@ -116,7 +116,7 @@ def no_direction(row: Row) -> str:
 
 
 def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> str:
-    """What is known of speed and of accuracy, separately, and what settles the rest."""
+    """The text if nothing is proven: what is known of speed and accuracy, and what settles it."""
     faster = pace.worthwhile(candidates)
     first = max(faster, key=lambda row: row.decisive.median, default=None)
     first = first or _with_most_fp32(candidates, kind)
@@ -139,7 +139,7 @@ def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> st
 
 
 def _none_faster(rows: Sequence[Row], base: Row) -> str:
-    """No row is fast enough; and the row that saves most memory, if any."""
+    """The text if no row is fast enough; it names the row that saves most memory, if any."""
     fastest = max(rows, key=lambda row: row.decisive.median)
     advice = (
         f"Stay with O0: no row is {pace.WORTHWHILE:g} times as fast. The fastest, {fastest.name}, "
@@ -159,7 +159,7 @@ def _accuracy(judged: Comparison) -> str:
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
-    """All rows that may be faster are worse; and the difference of the fastest one."""
+    """The text if all rows that may be faster are worse, with the difference of the fastest."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
     facts = "; ".join(filter(None, (pace.speed_text(row), *map(quality_text, worse(row)))))
     return f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {facts}."

@@ -1,4 +1,4 @@
-"""The page, the pictures and the tables of a sweep, from what lies in its directory.
+"""The page, the pictures and the tables of a sweep, from the files in its directory.
 
     DIR/report.html              all of it on one page, the pictures inside
     DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed

@@ -111,9 +111,9 @@ class Row:
     engine: str = "ampatch"
     settings: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    runs: int = 0  # ended ones
+    runs: int = 0  # that have ended
     good_runs: int = 0
-    seeds: int = 0  # different ones among them
+    seeds: int = 0  # different seeds of these runs
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
     cpu_ms: float | None = None  # in all threads; None where the device is no CPU
@@ -122,8 +122,8 @@ class Row:
     cpu_speeds: Spread | None = None  # the same of CPU time
     reach: float | None = None  # noise: the factor by which O0 departs from itself; see `pace.py`
     cpu_reach: float | None = None
-    pace: str = ""  # faster, slower, or why it cannot be said; "" where it was not compared
-    by_cpu: bool = False  # CPU time decided on the pace, not wall time
+    pace: str = ""  # "faster", "slower", or why that is not known; "" if not compared
+    by_cpu: bool = False  # CPU time decided on `pace`, not wall time
     memory_bytes: int | None = None
     memory_kind: str = "resident"
     first_loss: float | None = None
@@ -137,7 +137,7 @@ class Row:
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # all its processes together
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
-    outcome: str = "untested"  # or baseline, failed, or as in `Comparison`
+    outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
     start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`
     verdict: str = ""
 
@@ -170,7 +170,7 @@ class Results:
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
     provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
-    plan: dict[str, Any] = field(default_factory=dict)  # of which a resumed sweep makes its own
+    plan: dict[str, Any] = field(default_factory=dict)  # from which a resumed sweep goes on
     options: dict[str, Any] = field(default_factory=dict)  # the user's; a resumed sweep keeps them
     trials: list[str] = field(default_factory=list)  # stems of all that have run or may run
     files: list[str] = field(default_factory=list)  # further files, of a caller such as `tune`

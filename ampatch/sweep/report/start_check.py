@@ -1,4 +1,4 @@
-"""Do all rows start from the same weights?  Their first losses with equal seeds show it.
+"""Do all rows start from the same weights?  Their first losses with the same seed show it.
 
 Before the first optimizer step only rounding in half separates a row from O0.  If the first loss
 differs by more, the row began with other weights: most often from a file that an earlier trial
@@ -43,7 +43,7 @@ def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
 
 
 def start_note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
-    """A note on how they differ, why, and what to do."""
+    """A note on how rows differ at the start, why, and what to do."""
     if not starts:
         return ""
     run, difference = next((start for start in starts if start[0].case != BASE), starts[0])

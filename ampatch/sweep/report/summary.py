@@ -37,7 +37,7 @@ from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 FIRST = "loss at the start"
-NEAR = 2  # times the seconds of a round: runs further apart are not compared in speed
+NEAR = 2  # rounds' durations: the speeds of runs further apart are not compared
 ENOUGH_ROUNDS = 3  # for O0's noise from round to round, if it ran once in each
 Milliseconds = Callable[[Measured | None, int | None], float | None]
 """Milliseconds of the first N steps."""
@@ -65,8 +65,8 @@ def summarize(
         round_seconds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, of_case, base, round_seconds, means, samples, starts.get(case, ""), asked)
-        for case, of_case in by_case.items()
+        _row(case, case_runs, base, round_seconds, means, samples, starts.get(case, ""), asked)
+        for case, case_runs in by_case.items()
     ]
     criteria = judged, asked, seeds_matter(base), margin
     compared = [
@@ -80,18 +80,18 @@ def summarize(
 
 
 def _with_equals(row: Row, rows: Sequence[Row]) -> Row:
-    """The row; its verdict names rows that train exactly the same and are faster."""
+    """The row, whose verdict now names faster rows that train exactly the same."""
     faster = [
         other.name
         for other in rows
-        if _trained(other) == _trained(row) is not None
+        if _training_figures(other) == _training_figures(row) is not None
         and (row.pace == SLOWER if other.outcome == "baseline" else is_surely_faster(other, row))
     ]
     more = f"; trains the same as {' and '.join(faster)}, and is slower" if faster else ""
     return dataclasses.replace(row, verdict=row.verdict + more)
 
 
-def _trained(row: Row) -> tuple | None:
+def _training_figures(row: Row) -> tuple | None:
     """The figures of a row's training; None if none were recorded or a run failed."""
     if row.last_loss is None or row.outcome == "failed":
         return None
@@ -99,9 +99,10 @@ def _trained(row: Row) -> tuple | None:
 
 
 def values_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each last value of a whole run, and for its first loss over equal windows.
+    """A line for each last value of a whole run, and for its loss at the start.
 
-    `is_ok` is whether the run went well, `steps` how many steps it took.
+    The latter is a mean over as many losses in each run.  `is_ok` is whether the run went well,
+    `steps` how many steps it took.
     """
     whole = [run for run in runs if run.measured and not run.trial.short]
     counts = [len(main_losses(run.measured).values) for run in whole if status(run) == OK]
@@ -109,14 +110,14 @@ def values_of(runs: Iterable[Run]) -> DataFrame:
     lines = [
         (run.case.label, run.trial.seed, name, value, status(run) == OK, float(run.steps))
         for run in whole
-        for name, value in _finals(run.measured, window).items()
+        for name, value in _last_values(run.measured, window).items()
     ]
     columns = ["row", "seed", "name", "value", "is_ok", "steps"]
     return DataFrame(lines, columns=columns).astype({"is_ok": bool})
 
 
 def samples_of(values: DataFrame) -> Samples:
-    """By row and quantity one value for each seed, from the runs with status "ok"."""
+    """By row and quantity: one value for each seed, from the runs with status "ok"."""
     good = values[values.is_ok & (values.name != FIRST)]
     seeds = _means(good, ["row", "name", "seed"]).reset_index("seed")
     return {key: part.set_index("seed") for key, part in seeds.groupby(["row", "name"], sort=False)}
@@ -209,13 +210,13 @@ def _timed_runs(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.alone and run.measured]
 
 
-def _finals(measured: Measured, window: int | None = None) -> dict[str, float]:
-    """The last value of each metric, and the last loss; with a `window` the first one too."""
+def _last_values(measured: Measured, window: int | None = None) -> dict[str, float]:
+    """The last value of each metric, and the last loss; with a `window` also the first loss."""
     first, last = first_and_last(measured, window)
-    finals = {name: series.values[-1] for name, series in measured.metrics.items()}
+    last_values = {name: series.values[-1] for name, series in measured.metrics.items()}
     if last is not None:
-        finals |= {LOSS: last, **({FIRST: first} if window else {})}
-    return finals
+        last_values |= {LOSS: last, **({FIRST: first} if window else {})}
+    return last_values
 
 
 def _means(values: DataFrame, by: list[str]) -> DataFrame:
@@ -231,24 +232,26 @@ def _pairs(
 ) -> list[tuple[Run, Run]]:
     """The runs whose speed counts, each with O0's run of the same round.
 
-    For O0 itself its second runs; if rounds lack one, also each round's run with the next round's.
+    For O0 these are its second runs; if rounds lack one, also each round's run and the next one's.
     """
-    of_round = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
-    timed = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
-    compared = [run for run in runs if run.trial.short or run.trial.round not in timed]
+    base_runs = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
+    short = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
+    compared = [run for run in runs if run.trial.short or run.trial.round not in short]
     compared = [run for run in runs if run.trial.again] if case == BASE else compared
     pairs = [
-        (run, of_round[run.trial.round])
+        (run, base_runs[run.trial.round])
         for run in compared
-        if run.trial.round in of_round and status(run) == OK
+        if run.trial.round in base_runs and status(run) == OK
     ]
-    pairs = [pair for pair in pairs if _apart(*pair) <= NEAR * round_seconds[pair[0].trial.round]]
-    if case == BASE and len(pairs) < len(of_round) >= ENOUGH_ROUNDS:
-        pairs += itertools.pairwise(of_round.values())
+    pairs = [
+        pair for pair in pairs if _seconds_apart(*pair) <= NEAR * round_seconds[pair[0].trial.round]
+    ]
+    if case == BASE and len(pairs) < len(base_runs) >= ENOUGH_ROUNDS:
+        pairs += itertools.pairwise(base_runs.values())
     return pairs
 
 
-def _apart(run: Run, other: Run) -> float:
+def _seconds_apart(run: Run, other: Run) -> float:
     """Seconds between the beginnings of two runs; 0 if these are unknown."""
     began = [trained.measured.machine.get("began") for trained in (run, other)]
     return 0.0 if None in began else abs(began[0] - began[1])
@@ -261,7 +264,7 @@ def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
 
 
 def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
-    """One run's speed relative to another's; a short run is compared over as many steps."""
+    """One run's speed relative to another's; if one is short, over as many steps of both."""
     both = run, base
     is_short = any(timed.trial.short for timed in both)
     first = min(len(timed.measured.step_seconds) for timed in both) if is_short else None

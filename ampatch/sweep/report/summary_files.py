@@ -18,13 +18,13 @@ from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
 from ampatch.sweep.report.table import mark_notes, notes, table
 
-_PLAIN = (
+_ROW_COLUMNS = (
     "label", "opt_level", "dtype", "engine", "status", "outcome", "runs", "good_runs", "seeds",
     "step_ms", "cpu_ms", "speed", "pace", "by_cpu", "memory_bytes",
     "memory_kind", "first_loss", "last_loss", "steps", "skipped", "loss_scale",
     "seconds",
 )  # fmt: skip
-_JUDGED = (
+_JUDGED_COLUMNS = (
     "name", "better", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p",
     "corrected_p", "smallest",
 )  # fmt: skip
@@ -54,7 +54,7 @@ def as_csv(results: Results) -> str:
     """One line for each row; a missing figure is empty.
 
     Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
-    figures come from; comments at the top would have to be told to every reader.
+    figures come from.  Comments at the top would be an error to most programs.
     """
     lines = DataFrame([plain(_csv_line(row)) for row in results.rows], dtype=object)
     for name, text in provenance.facts(results).items():
@@ -66,10 +66,10 @@ def _csv_line(row: Row) -> dict[str, Any]:
     """The figures of a row by their columns."""
     judged = row.comparisons[0] if row.comparisons else None
     return {
-        **{name: getattr(row, name) for name in _PLAIN},
+        **{name: getattr(row, name) for name in _ROW_COLUMNS},
         **{f"step_ms_{end}": getattr(row.step_times, end, None) for end in ("low", "high")},
         **{f"speed_{end}": getattr(row.speeds, end, None) for end in ("low", "high")},
-        **{f"judged_{name}": getattr(judged, name, None) for name in _JUDGED},
+        **{f"judged_{name}": getattr(judged, name, None) for name in _JUDGED_COLUMNS},
         "marks": "; ".join(mark_notes([row])),
         "verdict": row.verdict,
         **{f"metric:{name}": value for name, value in row.metrics.items()},

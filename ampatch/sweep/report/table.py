@@ -20,7 +20,7 @@ from ampatch.sweep.report.results import Row, Spread
 
 MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
-_WAYS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
+_ARROWS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
 MARKS = {
     MAY_BE_NOISE: "a speed that may be noise: the verdict says why",
     DIFFERS: "differs from O0 by more than the seeds do",
@@ -51,7 +51,7 @@ def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
-    marks = {name: _WAYS[way] for name, way in _ways(rows).items()}
+    marks = {name: _ARROWS[way] for name, way in _directions(rows).items()}
     status = Column("status", lambda row: brief(row.status), main=False)
     return [
         Column("row", lambda row: row.name),
@@ -82,18 +82,18 @@ def _are_uneven(rows: Sequence[Row]) -> bool:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the table's columns, up to four lines."""
-    ways = _ways(rows).values()
-    kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
+    ways = _directions(rows).values()
+    memory_kinds = sorted({row.memory_kind for row in rows if row.memory_bytes is not None})
     explanations = {
         "speed: O0's step time over the row's in the same round, above 1 is faster; in brackets "
         "quartiles": any(row.speeds for row in rows),
         "±: the standard deviation over seeds": any(any(row.sds.values()) for row in rows),
-        **{f"{_WAYS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
+        **{f"{_ARROWS[way]}: {way} is better": way in ways for way in ("lower", "higher")},
         "losses: what the script passes to scale_loss (loss_id 0) or calls backward() on; with "
         "gradient accumulation already divided": any(row.last_loss is not None for row in rows),
     }
     used = [text for text, is_used in explanations.items() if is_used]
-    text = "; ".join([*used, *(_MEMORY[kind] for kind in kinds)])
+    text = "; ".join([*used, *(_MEMORY[kind] for kind in memory_kinds)])
     first = [f"{text[0].upper()}{text[1:]}."] if text else []
     return [*first, *_unknown_note(rows), *mark_notes(rows)]
 
@@ -117,14 +117,14 @@ def mark_notes(rows: Sequence[Row]) -> list[str]:
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if used[mark]]
 
 
-def _ways(rows: Sequence[Row]) -> dict[str, str | None]:
+def _directions(rows: Sequence[Row]) -> dict[str, str | None]:
     """The directions of the rows' metrics; rows of older versions have none."""
     return {name: row.better[name] for row in rows for name in row.metrics if name in row.better}
 
 
 def _unknown_note(rows: Sequence[Row]) -> list[str]:
     """How to say the direction of the metrics that have none: a sentence, or nothing."""
-    names = [name for name, way in _ways(rows).items() if way is None]
+    names = [name for name, way in _directions(rows).items() if way is None]
     if not names:
         return []
     return [

@@ -39,10 +39,12 @@ def points(run: Run) -> Iterator[Point]:
     measured = run.measured or Measured()
     series = {f"metrics/{name}": values for name, values in measured.metrics.items()}
     for tag, table in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
-        series |= {tag if name == "0" else f"{tag}/{name}": of for name, of in table.items()}
-    for tag, of in series.items():
-        seconds = of.seconds or [None] * len(of.values)
-        yield from map(Point, itertools.repeat(tag), of.steps, of.values, seconds)
+        series |= {
+            tag if name == "0" else f"{tag}/{name}": values for name, values in table.items()
+        }
+    for tag, values in series.items():
+        seconds = values.seconds or [None] * len(values.values)
+        yield from map(Point, itertools.repeat(tag), values.steps, values.values, seconds)
     for step, duration in enumerate(measured.step_seconds):
         if duration is not None:
             yield Point("step ms", step, duration * 1000, None)

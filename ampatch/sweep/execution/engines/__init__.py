@@ -1,4 +1,4 @@
-"""Engines: what starts the trials of a sweep, on this machine or on a Ray cluster."""
+"""Engines (`--engine`): they start the trials of a sweep, here or on a Ray cluster."""
 
 from __future__ import annotations
 

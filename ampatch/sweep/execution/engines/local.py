@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
 from ampatch.sweep.execution.placement import Placement
@@ -16,9 +15,9 @@ from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs a trial at each of `placements`; those that run alone run at `timed`.
+    """Runs one trial at a time at each of `placements`; those that run alone run at `timed`.
 
-    With `warm` trials are forked, one at a time.
+    With `warm` trials are forked from a server, if possible.
     """
 
     def __init__(
@@ -37,11 +36,11 @@ class LocalEngine:
         for _, control, _ in self._running.values():
             control.cancelled.set()
         try:
-            self._join()
+            self._join_threads()
         except BaseException:  # a second Ctrl-C
             for _, control, _ in self._running.values():
                 control.killed.set()
-            self._join()
+            self._join_threads()
             raise
         finally:
             if self._warm is not None:
@@ -54,7 +53,7 @@ class LocalEngine:
         placement = self._timed if alone else self._free.popleft()
         control = TrialControl(lambda now: self._events.put(Reached(trial, now)), self._warm)
         arguments = runner, trial, control, placement
-        thread = threading.Thread(target=self._work, args=arguments, daemon=True)
+        thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._running[trial] = placement, control, thread
         self._events.put(Started(trial))
         thread.start()
@@ -65,24 +64,26 @@ class LocalEngine:
         except queue.Empty:
             return []
         if isinstance(event, Ended):
-            self._ended(event.run.trial)
+            self._remove(event.run.trial)
         elif isinstance(event, Failed):
-            self._ended(event.trial)
+            self._remove(event.trial)
         return [event]
 
-    def _ended(self, trial: Trial) -> None:
+    def _remove(self, trial: Trial) -> None:
         placement, _, thread = self._running.pop(trial)
         thread.join()
         if placement is not self._timed:
             self._free.append(placement)
 
-    def _work(self, runner: Runner, trial: Trial, *where: Any) -> None:
+    def _run(
+        self, runner: Runner, trial: Trial, control: TrialControl, placement: Placement
+    ) -> None:
         try:
-            self._events.put(Ended(runner.run(trial, *where)))
+            self._events.put(Ended(runner.run(trial, control, placement)))
         except BaseException as error:  # raised in the sweep's thread
             self._events.put(Failed(trial, error))
 
-    def _join(self) -> None:
+    def _join_threads(self) -> None:
         for _, _, thread in self._running.values():
             while thread.is_alive():
                 thread.join(1.0)

@@ -1,7 +1,7 @@
 """The engine of a Ray cluster: each trial is a task, which Ray runs again when its worker dies.
 
-Workers write temporary files only.  The record and the log of a run are the task's result;
-progress comes through an actor, the board.  Trials that run alone have a placement group with all
+Workers write temporary files only.  The record and the log of a run are the task's result.  Its
+progress comes through an actor, `_Board`.  Trials that run alone have a placement group with all
 cores of one node.
 """
 
@@ -44,7 +44,7 @@ from ampatch.sweep.trial import Trial
 
 RETRIES = 3  # for a trial whose worker has died
 GRACE = 15.0  # seconds for cancelled trials to end
-_PASSED = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
+_PASSED_VARIABLES = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
 
 
 class RayEngine:
@@ -98,7 +98,7 @@ class RayEngine:
 
     def events(self, seconds: float) -> Iterable[Event]:
         ready, _ = ray.wait(list(self._running), timeout=seconds)
-        events = self._events()
+        events = self._new_events()
         for reference in ready:
             runner, trial = self._running.pop(reference)
             if trial not in self._started:
@@ -106,7 +106,7 @@ class RayEngine:
             events.append(_final_event(reference, runner, trial))
         return events
 
-    def _events(self) -> list[Event]:
+    def _new_events(self) -> list[Event]:
         """New events of running trials.  A retried trial does not start again."""
         try:
             on_board = ray.get(self._board.take.remote())
@@ -136,7 +136,7 @@ class RayEngine:
 
 
 class _Board:
-    """An actor: workers put the events of their trials, the sweep takes them."""
+    """An actor: workers put events of their trials there, and the sweep takes them."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -173,9 +173,9 @@ def _connect(address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Where a trial asks for no GPU, the script sees what the machine has.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    own = {"address": "local", "include_dashboard": False} if starts else {"address": address}
+    where = {"address": "local", "include_dashboard": False} if starts else {"address": address}
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"--engine ray: {address or 'Ray on this machine'} cannot be reached or started: "
@@ -184,7 +184,7 @@ def _connect(address: str | None) -> None:
 
 
 def _needs(options: SweepOptions) -> _Needs:
-    """Raises `EngineError` if no node has what a trial asks for."""
+    """What each trial needs.  Raises `EngineError` if no node has that."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = options.gpus_per_trial
     if gpus is None:
@@ -203,11 +203,11 @@ def _needs(options: SweepOptions) -> _Needs:
 
 
 def _variables(threads: int | None) -> tuple[tuple[str, str | None], ...]:
-    """The variables of the sweep's process that change figures, for any node.
+    """The variables that change figures, as the sweep's process has them, for trials on any node.
 
     Ray sets the number of threads in its workers; a trial has the user's, or PyTorch's default.
     """
-    passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    passed = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     own = {THREADS: None if threads is None else str(threads)}
     return tuple({**own, **passed}.items())
 
@@ -243,13 +243,15 @@ def _run(
     runner: Runner, trial: Trial, placement: Placement, board: Any, directory: str,
     expected: dict[str, str],
 ) -> tuple[Run | Exception, bytes]:  # fmt: skip
-    """The run, or the exception for the sweep's process, and the log."""
+    """The run, or an exception to raise in the sweep's process; and the log."""
     if os.path.isdir(directory):  # otherwise Ray has brought the working directory
         os.chdir(directory)
-    reason = _unfit(runner.program, expected)
+    reason = _reason_unfit(runner.program, expected)
     if reason:
         return EngineError(f"--engine ray: {reason}"), b""
-    with contextlib.suppress(exceptions.RayActorError):  # as in `_events`; the result tells it too
+    with contextlib.suppress(
+        exceptions.RayActorError
+    ):  # as in `_new_events`; the result tells it too
         ray.get(board.put.remote(Started(trial)))
     control = TrialControl(lambda progress: board.put.remote(Reached(trial, progress)))
     with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
@@ -261,7 +263,7 @@ def _run(
             return error, log.read_bytes() if log.exists() else b""
 
 
-def _unfit(program: Program, expected: dict[str, str]) -> str:
+def _reason_unfit(program: Program, expected: dict[str, str]) -> str:
     """Why this node cannot run trials of the sweep; "" if it can."""
     node = socket.gethostname()
     try:
