@@ -360,7 +360,7 @@ class CastState:
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight whose half copy in a slot `copy` is; other tensors are returned."""
         for swap in self.swaps():
-            if (weight := swap.half_copies.float_of(copy)) is not None:
+            if (weight := swap.slot_copies.float_of(copy)) is not None:
                 return weight
         return copy
 

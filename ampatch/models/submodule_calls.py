@@ -32,11 +32,11 @@ class Root(Protocol):
 
     def inputs_of(self, submodule: str = "") -> ModelInputs: ...
 
-    def enter_with(
+    def enter_with_inputs(
         self, inputs: ModelInputs, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]: ...
 
-    def run_traced_with(
+    def run_traced_with_inputs(
         self, inputs: ModelInputs, forward: Callable, module: nn.Module, args: tuple, kwargs: dict
     ) -> Any: ...
 
@@ -95,7 +95,7 @@ class SubmoduleCalls:
             or is_fx_traced(args, kwargs)
         ):
             return None
-        return self._root.enter_with(inputs, call, module, args, kwargs)
+        return self._root.enter_with_inputs(inputs, call, module, args, kwargs)
 
     def exit(self, call: Call) -> None:
         """The call has ended."""
@@ -122,5 +122,5 @@ class SubmoduleCalls:
         ):
             return forward(module, *args, **kwargs)
         return self.convert_output(
-            self._root.run_traced_with(inputs, forward, module, args, kwargs)
+            self._root.run_traced_with_inputs(inputs, forward, module, args, kwargs)
         )
