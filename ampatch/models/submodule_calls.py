@@ -60,8 +60,8 @@ class SubmoduleCalls:
         self._inputs: dict[int, ModelInputs] = {}
         self.frames = SubmoduleFrames()
 
-    def install(self, swapped: Collection[int]) -> None:
-        """Give frames to submodules with half weights, or with half copies of some in `swapped`.
+    def install(self, swapped_ids: Collection[int]) -> None:
+        """Give frames to submodules with half weights, or with weights in `swapped_ids` (half copies).
 
         Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
         FP32 are cast by their overrides alone.
@@ -72,7 +72,7 @@ class SubmoduleCalls:
             if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
-                id(param) in swapped if self._uses_half_copies else param.dtype in HALF_DTYPES
+                id(param) in swapped_ids if self._uses_half_copies else param.dtype in HALF_DTYPES
                 for param in module.parameters()
             ):
                 modules[module] = name
