@@ -23,30 +23,35 @@ from ..casting.patches import Replacement
 from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
 
-Agree = Callable[[nn.Module, Any], None]
-"""`agree(model, process_group)` raises where ranks that wrap a model have different settings."""
+Compare = Callable[[nn.Module, Any], None]
+"""`compare_ranks(model, process_group)` raises if ranks that wrap a model differ in settings."""
 
 HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(agree: Agree, has_half_copy: HasHalfCopy) -> list[Replacement]:
+def at_wrapping(compare_ranks: Compare, has_half_copy: HasHalfCopy) -> list[Replacement]:
     """The replacements for ranks that wrap a model."""
     if not torch.distributed.is_available():
         return []
 
     def make(original: Callable) -> Callable:
-        names = inspect.signature(original)
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            arguments = names.bind_partial(self, *args, **kwargs).arguments
+            arguments = signature.bind_partial(self, *args, **kwargs).arguments
             model, mesh = arguments.get("module"), arguments.get("device_mesh")
-            is_sent = arguments.get("init_sync", True)
+            sends_weights = arguments.get("init_sync", True)
             if mesh is not None:
                 _refuse_dtensors_with_half_copies(arguments["module"], has_half_copy)
-            if is_sent and isinstance(model, nn.Module) and torch.distributed.is_initialized():
-                agree(model, arguments.get("process_group") if mesh is None else mesh.get_group(0))
+            if (
+                sends_weights
+                and isinstance(model, nn.Module)
+                and torch.distributed.is_initialized()
+            ):
+                group = arguments.get("process_group") if mesh is None else mesh.get_group(0)
+                compare_ranks(model, group)
             original(self, *args, **kwargs)
 
         return __init__

@@ -61,7 +61,7 @@ class SubmoduleCalls:
         self.frames = SubmoduleFrames()
 
     def install(self, swapped_ids: Collection[int]) -> None:
-        """Give frames to submodules with half weights, or with weights in `swapped_ids` (half copies).
+        """Give frames to submodules with half weights; at O2 to those of weights in `swapped_ids`.
 
         Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
         FP32 are cast by their overrides alone.
@@ -86,7 +86,7 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """A submodule is called.  None: in a forward, or it is a managed model, or a copy."""
+        """A submodule is called.  None: inside a forward, or it is a managed model or a copy."""
         inputs = self._inputs.get(id(module))
         if (
             inputs is None
