@@ -131,13 +131,13 @@ def _one_thread() -> Iterator[None]:
 def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
     times = _Times({dtype: [] for dtype in runs}, [])
     for run in runs.values():
-        _shortest(run, device, 1)  # the first call sets things up
+        _shortest_time(run, device, 1)  # the first call sets things up
     end = time.perf_counter() + MAX_SECONDS
-    while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
+    while len(times.fp32_again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
-                seconds.append(_shortest(runs[dtype], device, _CALLS))
-        times.again.append(_shortest(runs[torch.float32], device, _CALLS))
+                seconds.append(_shortest_time(runs[dtype], device, _CALLS))
+        times.fp32_again.append(_shortest_time(runs[torch.float32], device, _CALLS))
     return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
 
 
@@ -146,7 +146,7 @@ class _Times:
     """The shortest times of each round by dtype, and those of FP32 at the end of each round."""
 
     of: dict[torch.dtype, list[float]]
-    again: list[float]
+    fp32_again: list[float]
 
     def ratios(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """FP32's time over that of `dtype`: of all rounds; the lowest and highest of thirds."""
@@ -162,10 +162,10 @@ class _Times:
         return min(self.of[dtype]) > CLEARLY_SLOW * min(self.of[torch.float32])
 
     def _ratio(self, dtype: torch.dtype, rounds: slice) -> float:
-        first, again = min(self.of[torch.float32][rounds]), min(self.again[rounds])
+        first, fp32_again = min(self.of[torch.float32][rounds]), min(self.fp32_again[rounds])
         if dtype is torch.float32:
-            return first / again
-        return min(first, again) / min(self.of[dtype][rounds])
+            return first / fp32_again
+        return min(first, fp32_again) / min(self.of[dtype][rounds])
 
 
 def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -190,7 +190,7 @@ def _training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(function(*inputs), inputs, grad)
 
 
-def _shortest(run: Callable[[], Any], device: str, calls: int) -> float:
+def _shortest_time(run: Callable[[], Any], device: str, calls: int) -> float:
     """The shortest time of this number of calls of `run`."""
     best = float("inf")
     for _ in range(calls):
