@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def check_model(model: Any, name: str) -> None:
-    """Raise `TypeError` unless `model` is a module or None; `name` is that of the function called."""
+    """Raise `TypeError` unless `model` is a module or None; `name` is the called function."""
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
             f"ampatch.{name}(model=...): expected a torch.nn.Module, got {type(model).__name__}."

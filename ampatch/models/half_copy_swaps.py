@@ -97,7 +97,7 @@ def is_fx_traced(args: tuple, kwargs: dict) -> bool:
 
 
 def enclosing_swap(module: nn.Module) -> Swap | None:
-    """The swap of the innermost forward or recompute in this thread that computes `module`."""
+    """The innermost swap in this thread whose forward or recompute computes `module`."""
     for call in reversed(thread_calls.stack):
         swap = call.swap
         if swap is not None and swap.is_swapped_in and id(module) in swap.weight_slots.module_ids:
@@ -325,7 +325,7 @@ class TracedSlots:
 
 
 def _forget_other_threads() -> None:
-    """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
+    """In the child of a fork: other threads are gone, and new ones may get their idents."""
     for swapper in list(swappers.values()):
         if swapper.claim.get("thread") not in (None, get_ident()):
             swapper.swap_out_all()

@@ -40,9 +40,9 @@ from .values import cast_tensors
 _NAMES_SHOWN = 5  # names of weights in a warning
 
 SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
-"""Modules and names of parameters, by the ids of these.
+"""By the id of a parameter: its module, and its name there.
 
-Python reuses the id of a parameter that is gone: compare the parameter in the slot.  A weak
+Python reuses the id of a deleted parameter, so compare with the parameter in the slot.  A weak
 reference to the parameter itself would make `torch.utils.swap_tensors` refuse it.
 """
 
@@ -92,7 +92,7 @@ class ManagedModel:
         self._stays_float: StaysFloat = lambda module: False
         self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.slots: SlotsById = {}  # parameters whose calls are cast outside forwards
+        self.slots: SlotsById = {}  # of parameters: calls with them are cast outside forwards too
         self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
         self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
@@ -186,7 +186,7 @@ class ManagedModel:
         self.conversions.forget_originals()
 
     def install(self) -> None:
-        """Give the model, its overridden submodules and those that can be called frames."""
+        """Put in the frames: of the model, and of submodules with overrides or called from outside."""
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
@@ -299,7 +299,7 @@ class ManagedModel:
         if inputs is not None:
             casts = InputCasts()
             args, kwargs = inputs.cast(args, kwargs, casts)
-        policy = self.policy  # read now: inputs that stay FP32 change it, and so may `swap_in`
+        policy = self.policy  # after the casts: inputs that stay FP32 replace it, and `swap_in` may
         has_casts = casts is not None and (casts.tensors or casts.containers)
         if not (has_casts or swapper or policy or state.process_policy or thread_calls.stack):
             return args, kwargs
@@ -327,11 +327,11 @@ class ManagedModel:
         return args, kwargs
 
     def exit(self, call: Call) -> None:
-        """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
+        """A call has ended: write what it wrote into cast inputs into the caller's objects."""
         if self._state.threads_in_modes and is_mode_on():
             with without_modes():
                 return self.exit(call)
-        if call.owner is not None:  # else it has not begun
+        if call.owner is not None:  # else `enter` has not put it on the stack
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
