@@ -2,9 +2,10 @@
 
 The bias of an attention's keys adds the same number to all scores of a row, and the softmax cancels
 it; a batch norm cancels the bias before it.  Their computed gradients are rounding errors, which no
-loss scale has to save.  They are recognized by their values, in any module: a row of a weight has
-the gradient sum(g * x) over the tokens, and its bias sum(g), of the same size for inputs near 1.
-If the g cancel, the gradient of the bias is a rounding error, about eps times the weight's.  In 40
+loss scale has to save.  They are recognized by their values, in any module.  With inputs x and
+gradients g of the outputs, a row of a weight gets sum(g * x) over the tokens and its bias sum(g),
+which is of the same size for inputs near 1.  If the g cancel, the gradient of the bias is a
+rounding error, about eps times the weight's.  In 40
 steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and 4 in FP32.
 """
 
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 _SMALLEST_SHARE = 2.0**-16
-"""The gradient of a bias below this share of its weight's is noise."""
+"""A bias's gradient that is a smaller share of its weight's is noise."""
 _SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _RUN_LENGTH = 4  # neighbours that must be small; a single element is small by chance
 
 
 def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tensor | None:
-    """A mask of the elements of a bias's gradient that are noise; None: none, or no bias.
+    """A mask of the elements of a bias's gradient that are noise; None: none is, or it is no bias.
 
     `half` is the dtype in which the gradients may have been computed.
     """
@@ -30,7 +31,7 @@ def cancelled(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Tens
     if row_sizes is None or bias.dim() != 1 or bias.shape != row_sizes.shape:
         return None
     ratio = bias.float().abs() / row_sizes
-    usual = ratio.nanquantile(0.75)  # not all of them are noise
+    usual = ratio.nanquantile(0.75)  # of elements that are taken for no noise
     small = ratio <= (4 * torch.finfo(half).eps * usual).clamp(min=_SMALLEST_SHARE)
     runs = small.unfold(0, min(_RUN_LENGTH, len(small)), 1).all(1)
     noise = torch.zeros_like(small)

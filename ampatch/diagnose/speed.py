@@ -24,7 +24,7 @@ from ampatch.torch_private.devices import device_types, is_owned_by_host
 
 from .tensors import dtype_name
 
-ROUNDS = 12  # at least so many
+MIN_ROUNDS = 12
 MAX_SECONDS = 1.0  # seconds for the rounds of an operation
 AGREEMENT = 0.03  # the difference of FP32 from itself, in each third of the rounds
 MARGIN = 0.1  # a difference below 10 % is a tie
@@ -32,7 +32,7 @@ CLEARLY_SLOW = 5  # times FP32's time: such a dtype has only three rounds
 SMALLEST_SHOWN = 0.1  # lower speeds are shown as "under 0.1x"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
-_CALLS = 3  # in a round, for each dtype
+_CALLS_IN_ROUND = 3  # of each dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +133,11 @@ def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) 
     for run in runs.values():
         _shortest_time(run, device, 1)  # the first call sets things up
     end = time.perf_counter() + MAX_SECONDS
-    while len(times.fp32_again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
+    while len(times.fp32_again) < MIN_ROUNDS or not (times.agree() or time.perf_counter() > end):
         for dtype, seconds in times.of.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
-                seconds.append(_shortest_time(runs[dtype], device, _CALLS))
-        times.fp32_again.append(_shortest_time(runs[torch.float32], device, _CALLS))
+                seconds.append(_shortest_time(runs[dtype], device, _CALLS_IN_ROUND))
+        times.fp32_again.append(_shortest_time(runs[torch.float32], device, _CALLS_IN_ROUND))
     return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
 
 

@@ -186,7 +186,7 @@ class ManagedModel:
         self.conversions.forget_originals()
 
     def install(self) -> None:
-        """Put in the frames: of the model, and of submodules with overrides or called from outside."""
+        """Put in the frames of the model and of submodules, overridden or called from outside."""
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
