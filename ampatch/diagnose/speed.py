@@ -134,7 +134,7 @@ def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) 
         _shortest_time(run, device, 1)  # the first call sets things up
     end = time.perf_counter() + MAX_SECONDS
     while len(times.fp32_again) < MIN_ROUNDS or not (times.agree() or time.perf_counter() > end):
-        for dtype, seconds in times.of.items():
+        for dtype, seconds in times.by_dtype.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
                 seconds.append(_shortest_time(runs[dtype], device, _CALLS_IN_ROUND))
         times.fp32_again.append(_shortest_time(runs[torch.float32], device, _CALLS_IN_ROUND))
@@ -145,7 +145,7 @@ def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) 
 class _Times:
     """The shortest times of each round by dtype, and those of FP32 at the end of each round."""
 
-    of: dict[torch.dtype, list[float]]
+    by_dtype: dict[torch.dtype, list[float]]
     fp32_again: list[float]
 
     def ratios(self, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -159,13 +159,13 @@ class _Times:
         return 1 - AGREEMENT < low and high < 1 + AGREEMENT
 
     def is_clearly_slow(self, dtype: torch.dtype) -> bool:
-        return min(self.of[dtype]) > CLEARLY_SLOW * min(self.of[torch.float32])
+        return min(self.by_dtype[dtype]) > CLEARLY_SLOW * min(self.by_dtype[torch.float32])
 
     def _ratio(self, dtype: torch.dtype, rounds: slice) -> float:
-        first, fp32_again = min(self.of[torch.float32][rounds]), min(self.fp32_again[rounds])
+        first, fp32_again = min(self.by_dtype[torch.float32][rounds]), min(self.fp32_again[rounds])
         if dtype is torch.float32:
             return first / fp32_again
-        return min(first, fp32_again) / min(self.of[dtype][rounds])
+        return min(first, fp32_again) / min(self.by_dtype[dtype][rounds])
 
 
 def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:

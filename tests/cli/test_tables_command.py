@@ -52,7 +52,9 @@ def test_text_and_json_hold_every_row(here):
     assert shown == {(r.where, name, r.rule.value) for r in rows for name in r.names}
     assert tables["torch"] == torch.__version__
     assert tables["missing"] == content.missing()
-    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(content.BESIDE_TABLES)
+    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(
+        content.BESIDE_TABLES
+    )
     assert set(content.RULES) == set(Rule)  # each has its legend
     text = " ".join(here("tables").stdout.split())
     for row in rows:
