@@ -47,7 +47,7 @@ reference to the parameter itself would make `torch.utils.swap_tensors` refuse i
 """
 
 
-class SessionOfModel(Protocol):
+class SessionForModel(Protocol):
     """What a managed model needs of its session."""
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
@@ -67,7 +67,7 @@ class ManagedModel:
         self,
         model: nn.Module,
         properties: Properties,
-        session: SessionOfModel,
+        session: SessionForModel,
         *,
         state: CastState,
         policy: Policy | None,
