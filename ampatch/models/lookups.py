@@ -86,9 +86,9 @@ class Lookup(dict):
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             if self.half_copy is None:
-                has_own_node = not self.module.sparse  # such a node takes no sparse gradients
+                own_node = not self.module.sparse  # such a node takes no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=has_own_node)
+                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
                 self.half_copy = copy
