@@ -5,8 +5,8 @@ it; a batch norm cancels the bias before it.  Their computed gradients are round
 loss scale has to save.  They are recognized by their values, in any module.  With inputs x and
 gradients g of the outputs, a row of a weight gets sum(g * x) over the tokens and its bias sum(g),
 which is of the same size for inputs near 1.  If the g cancel, the gradient of the bias is a
-rounding error, about eps times the weight's.  In 40
-steps of small transformers the largest was 1.3 eps in float16, 1.8 in bfloat16 and 4 in FP32.
+rounding error, about eps times the weight's.  In 40 steps of small transformers the largest was
+1.3 eps in float16, 1.8 in bfloat16 and 4 in FP32.
 """
 
 from __future__ import annotations

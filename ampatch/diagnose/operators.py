@@ -138,7 +138,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         if is_backward and module is None:
             return "backward", self._where_by_node.get(number, Where(None, None, 0))
         where = Where(module, *_user_line())
-        # The node of this operator has just been made, where it has one.
+        # If this operator has a node, it is the newest one.
         self._where_by_node.setdefault(dispatch_modes.newest_node(), where)
         if len(self._where_by_node) > MAX_NODES:
             del self._where_by_node[next(iter(self._where_by_node))]

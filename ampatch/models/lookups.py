@@ -48,7 +48,7 @@ class Lookup(dict):
     ) -> None:
         """Stand in the module; `on_copy(parameter, copy)` is called when the copy is made.
 
-        `copy`: the one that this forward has made already, for a recompute; it goes into the slot.
+        `copy`: that of the forward, if a recompute swaps in again; it goes into the slot at once.
         What others have put in the module stays.
         """
         attributes, params = vars(self.module), self.module_params
