@@ -24,7 +24,7 @@ from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
-from ..models.module_overrides import matching, precisions
+from ..models.module_overrides import overridden_submodules, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
@@ -262,7 +262,7 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
     """
     overrides, properties = plan.overrides, plan.properties
     for key, precision in overrides.modules:
-        if any(matching(model, [(key, precision)]) for model in models):
+        if any(overridden_submodules(model, [(key, precision)]) for model in models):
             _matched.add(key)
             continue
         shown = key if isinstance(key, str) else key.__name__

@@ -361,7 +361,7 @@ class CastState:
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
         for swap in self.swaps():
-            if (weight := swap.half_copies.float_of(copy)) is not None:
+            if (weight := swap.slot_copies.float_of(copy)) is not None:
                 return weight
         return copy
 

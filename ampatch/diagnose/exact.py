@@ -1,4 +1,4 @@
-"""The size of an operator's result in float64: separates overflows from results that are NaN.
+"""The size of an operator's result in float64, which tells overflows from true inf and NaN.
 
 An overflow of float16 is finite in float64, and a smaller loss scale cures it.  A division by zero
 or the square root of a negative number is finite in no dtype.

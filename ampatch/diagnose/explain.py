@@ -24,7 +24,7 @@ from .models import Models, check_model
 from .tensors import dtype_name, tensors_in
 
 HALVES = {torch.float16, torch.bfloat16}
-SHOWN = 10  # at most so many bounces are named
+MAX_BOUNCES = 10  # of the advice
 
 
 def report(model: nn.Module | None = None) -> CastReport:
@@ -60,21 +60,21 @@ class CastReport:
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._watch = CastWatch()
-        self.functions = self._watch.functions
-        self.batches = self._watch.batches
-        self.bounces = self._watch.bounces
+        self._counts = CastWatch()
+        self.functions = self._counts.functions
+        self.batches = self._counts.batches
+        self.bounces = self._counts.bounces
         self.modules: dict[str, ModuleUse] = {}
         self._levels = _open_levels()
-        self._watch.start()
-        self._models = Models(model, left=self._left)
-        self._stop = ampatch.observe(self)
+        self._counts.start()
+        self._models = Models(model, on_exit=self._after_forward)
+        self._stop_observing = ampatch.observe(self)
 
     def remove(self) -> None:
         """Stop counting."""
-        self._watch.stop()
+        self._counts.stop()
         self._models.remove()
-        self._stop()
+        self._stop_observing()
 
     def __enter__(self) -> CastReport:
         return self
@@ -91,18 +91,18 @@ class CastReport:
         if not self._models.takes_all:
             self.remove()
 
-    def _left(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         name = self._models.names[module]
         use = self.modules.setdefault(name, ModuleUse(type(module).__name__))
         use.calls += 1
         for dtypes, tensors in ((use.takes, tensors_in(args)), (use.gives, tensors_in(output))):
             dtypes |= {tensor.dtype for tensor in tensors}
-            self._watch.used |= dtypes & HALVES
+            self._counts.used |= dtypes & HALVES
 
     @property
     def used(self) -> set[torch.dtype]:
         """The half dtypes in use."""
-        return self._watch.used
+        return self._counts.used
 
     def advice(self) -> list[str]:
         """Which casts could be saved, or why nothing ran in half."""
@@ -111,13 +111,13 @@ class CastReport:
             f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "
             f"{bounce.times} times, {bounce.bytes} bytes. If half precision is enough here, "
             f'overrides={{{source}: "half"}} saves both casts.'
-            for (source, target), bounce in pairs[:SHOWN]
+            for (source, target), bounce in pairs[:MAX_BOUNCES]
         ]
         if self.modules and not self.used:
-            tips.append(f"Nothing ran in half precision, because {self._why_nothing()}.")
+            tips.append(f"Nothing ran in half precision, because {self._why_nothing_is_half()}.")
         return tips
 
-    def _why_nothing(self) -> str:
+    def _why_nothing_is_half(self) -> str:
         levels = self._levels | _open_levels()
         if not levels:
             return 'ampatch.initialize(..., opt_level="O1") was not called'

@@ -9,7 +9,7 @@ from types import CodeType
 
 import torch
 
-SHOWN = 10  # parameters named in the text; `parameters` holds all
+MAX_NAMES = 10  # parameters named in the text; `parameters` holds all
 
 
 @dataclasses.dataclass
@@ -61,40 +61,40 @@ class Report:
         largest = "unknown" if self.largest_input is None else f"{self.largest_input:g}"
         lines = [
             f"First non-finite value ({self.value}) at step {self.step}{rank}, in {self.phase}: "
-            f"{self._maker()}. Largest finite input: {largest}. Noticed in the {self.where}."
+            f"{self._made_by()}. Largest finite input: {largest}. Noticed in the {self.where}."
         ]
         if not self.input_is_finite:
             lines.append("Its inputs were not finite either: check the data or the loss.")
         if self.loss_scale is not None and self.phase == "backward":
-            at_1 = (
+            at_scale_1 = (
                 ""
                 if self.at_scale_1 is None
                 else f"; at scale 1 the value is {self.at_scale_1:.3g}"
             )
             if self.at_scale_1 == math.inf:
-                at_1 = "; no loss scale makes the value finite"
-            lines.append(f"The loss scale was {self.loss_scale:g}{at_1}.")
+                at_scale_1 = "; no loss scale makes the value finite"
+            lines.append(f"The loss scale was {self.loss_scale:g}{at_scale_1}.")
         if self.parameters:
-            left = len(self.parameters) - SHOWN
+            left = len(self.parameters) - MAX_NAMES
             more = f" and {left} more" if left > 0 else ""
             what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
-            lines.append(f"{what}: {', '.join(self.parameters[:SHOWN])}{more}.")
+            lines.append(f"{what}: {', '.join(self.parameters[:MAX_NAMES])}{more}.")
         return " ".join(filter(None, [*lines, self.advice]))
 
     def in_short(self) -> str:
         """Step, loss scale, value and operator, for a list."""
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
-        return f"step {self.step}{scale}: {self.value} {self._maker()}"
+        return f"step {self.step}{scale}: {self.value} {self._made_by()}"
 
-    def _maker(self) -> str:
-        maker = (
+    def _made_by(self) -> str:
+        made_by = (
             f"made by {self.operator}" if self.operator else "made where operators are not visible"
         )
         module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"
         at = f" at {self.location}" if self.location else ""
-        return f"{maker} in {self.dtype}, {module}{at}"
+        return f"{made_by} in {self.dtype}, {module}{at}"
 
 
 def location(code: CodeType | None, line: int) -> str:

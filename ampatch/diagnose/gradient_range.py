@@ -63,7 +63,7 @@ class GradientRange:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._stop: Callable[[], None] = ampatch.observe(self)
+        self._stop_observing: Callable[[], None] = ampatch.observe(self)
 
     def remove(self) -> None:
         """Stop counting."""
@@ -71,7 +71,7 @@ class GradientRange:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._stop()
+        self._stop_observing()
 
     def __enter__(self) -> GradientRange:
         return self
@@ -104,11 +104,11 @@ class GradientRange:
             self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if not _closure(args, kwargs):
+        if not _closure_of(args, kwargs):
             self._count(optimizer)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if _closure(args, kwargs):  # the closure has computed the gradients
+        if _closure_of(args, kwargs):  # the closure has computed the gradients
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
@@ -146,5 +146,5 @@ def _in_float16(session: Any) -> bool:
     return properties.opt_level != "O0" and properties.dtype is torch.float16
 
 
-def _closure(args: tuple, kwargs: dict) -> Any:
+def _closure_of(args: tuple, kwargs: dict) -> Any:
     return kwargs.get("closure", args[0] if args else None)

@@ -8,9 +8,9 @@ from typing import Any
 
 from .histogram import SMALLEST, SMALLEST_NORMAL, Histogram, Suggestion, percent
 
-WORST = 5  # parameters named
-LINES = 30
-BAR = 40
+MAX_NAMES = 5  # of parameters
+MAX_LINES = 30  # of the histogram
+BAR_WIDTH = 40  # characters
 
 
 @dataclasses.dataclass
@@ -39,9 +39,10 @@ class GradientReport:
 
     def worst(self) -> list[tuple[str, float]]:
         """The parameters that lose most at scale 1, with the shares that they lose."""
-        shares = ((name, own.share("flushed")) for name, own in self.by_parameter.items())
+        histograms = self.by_parameter.items()
+        shares = ((name, histogram.share("flushed")) for name, histogram in histograms)
         lossy = [pair for pair in shares if pair[1] > 0]
-        return sorted(lossy, key=lambda pair: -pair[1])[:WORST]
+        return sorted(lossy, key=lambda pair: -pair[1])[:MAX_NAMES]
 
     def __str__(self) -> str:
         """The histogram with float16's limits, the shares, and the suggested scale."""
@@ -72,8 +73,9 @@ class GradientReport:
     def _hooks_note(self) -> str:
         if not self.hooked:
             return ""
+        names = ", ".join(self.hooked[:MAX_NAMES])
         return (
-            f"No static loss scale is suggested: hooks on {', '.join(self.hooked[:WORST])} change "
+            f"No static loss scale is suggested: hooks on {names} change "
             "gradients before they are counted. Hooks see gradients times the loss scale."
         )
 
@@ -110,16 +112,16 @@ def _bars(histogram: Histogram) -> Iterator[str]:
     if not histogram.bins:
         return
     first, last = min(histogram.bins), max(histogram.bins)
-    width = -(-(last - first + 1) // LINES)
+    width = -(-(last - first + 1) // MAX_LINES)
     edges = range(first - first % width, last + 1, width)
     groups = [(e, sum(histogram.bins.get(e + i, 0) for i in range(width))) for e in edges]
     most = max(n for _, n in groups)
     yield "absolute value         share"
     for edge, n in groups:
-        bar, upper = "#" * -(-BAR * n // most), edge + width - 1
+        bar, upper = "#" * -(-BAR_WIDTH * n // most), edge + width - 1
         share = percent(n / histogram.counted) if n else "-"
         ends = f"2^{edge - 1:<4} to 2^{upper:<4}"
-        yield f"{ends} {share:>12}  {bar:<{BAR}} {_zone(upper)}".rstrip()
+        yield f"{ends} {share:>12}  {bar:<{BAR_WIDTH}} {_zone(upper)}".rstrip()
 
 
 def _zone(upper: int) -> str:

@@ -20,7 +20,7 @@ SMALLEST = -24
 """Exponents of float16's smallest normal and subnormal numbers."""
 
 _FLUSHED = -25  # 2**-25 lies halfway between 0 and 2**-24, and rounds to 0
-_LOWEST = -149  # FP32's smallest positive number is 2**-149
+_LOWEST = -149  # the exponent of FP32's smallest positive number
 _BINS = 128 - _LOWEST + 1
 _KINDS = ("zero", "not finite", "flushed", "subnormal", "flushed now", "subnormal now", "over now")
 
@@ -29,7 +29,7 @@ class Counts:
     """Adds up gradients on their device; `read` brings the numbers to the host."""
 
     def __init__(self) -> None:
-        self._counted: tuple[Tensor, Tensor, Tensor] | None = None  # bins, kinds, largest
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None  # bins, kinds, largest
 
     def add(self, gradient: Tensor, scale: float) -> None:
         """Count a gradient's elements; `scale` is the loss scale they were computed at."""
@@ -48,17 +48,17 @@ class Counts:
             ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
-        if self._counted is not None:
-            earlier, kinds_before, largest_before = self._counted
-            bins, kinds = bins + earlier, kinds + kinds_before
+        if self._sums is not None:
+            bins_before, kinds_before, largest_before = self._sums
+            bins, kinds = bins + bins_before, kinds + kinds_before
             largest = torch.maximum(largest, largest_before)
-        self._counted = bins, kinds, largest
+        self._sums = bins, kinds, largest
 
     def read(self) -> Histogram:
         """What was counted so far; waits for the device."""
-        if self._counted is None:
+        if self._sums is None:
             return Histogram()
-        bins, kinds, largest = self._counted
+        bins, kinds, largest = self._sums
         return Histogram(
             {i + _LOWEST: n for i, n in enumerate(bins.tolist()) if n},
             dict(zip(_KINDS, kinds.tolist(), strict=True)),

@@ -20,11 +20,11 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-def check_model(model: Any, what: str) -> None:
-    """Raise `TypeError` unless `model` is a module or None; `what` is the user's call."""
+def check_model(model: Any, name: str) -> None:
+    """Raise `TypeError` unless `model` is a module or None; `name` is the called function."""
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
-            f"ampatch.{what}(model=...): expected a torch.nn.Module, got {type(model).__name__}."
+            f"ampatch.{name}(model=...): expected a torch.nn.Module, got {type(model).__name__}."
         )
 
 
@@ -38,26 +38,28 @@ class Models:
 
     `Sequential.0` and `Sequential#2.0` belong to two models.  `overrides` accept such names.
 
-    `adopted(parameter)` is called for each new parameter, `entered(module, args)` and
-    `left(module, args, output)` around each forward; if an exception ended it, the output is None.
+    `on_parameter(parameter)` is called for each new parameter, `on_enter(module, args)` and
+    `on_exit(module, args, output)` around each forward; after an exception the output is None.
     """
 
     def __init__(
         self,
         model: nn.Module | None,
         *,
-        adopted: Callable[[Tensor], None] = lambda parameter: None,
-        entered: Callable[[nn.Module, tuple], None] = lambda module, args: None,
-        left: Callable[[nn.Module, tuple, Any], None] = lambda module, args, output: None,
+        on_parameter: Callable[[Tensor], None] = lambda parameter: None,
+        on_enter: Callable[[nn.Module, tuple], None] = lambda module, args: None,
+        on_exit: Callable[[nn.Module, tuple, Any], None] = lambda module, args, output: None,
     ) -> None:
         self._thread = _Thread()
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters = WeakIdKeyDictionary()  # names
         self._models: Counter[str] = Counter()  # by class
         self.takes_all = model is None
-        self._adopted, self._entered, self._left = adopted, entered, left
+        self._on_parameter = on_parameter
+        self._on_enter = on_enter
+        self._on_exit = on_exit
         if model is not None:
-            self._adopt(model, "")
+            self._name_tensors(model, "")
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -83,22 +85,22 @@ class Models:
         path = parameter.rpartition(".")[0]
         return next((module for module, name in self.names.items() if name == path), None)
 
-    def _adopt(self, model: nn.Module, prefix: str) -> None:
+    def _name_tensors(self, model: nn.Module, prefix: str) -> None:
         for name, module in model.named_modules(prefix=prefix):
             self.names[module] = name
         for name, parameter in model.named_parameters(prefix=prefix):
             is_new = parameter not in self._parameters
             self._parameters[parameter] = name
             if is_new:
-                self._adopted(parameter)
+                self._on_parameter(parameter)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         running = self.running
         if self.takes_all and not running and module not in self.names:
-            self._adopt(module, self._title(module))
+            self._name_tensors(module, self._title(module))
         if module in self.names:
             running.append(module)
-            self._entered(module, args)
+            self._on_enter(module, args)
 
     def _title(self, model: nn.Module) -> str:
         """The model's class, with a number for the second and later models with weights."""
@@ -114,4 +116,4 @@ class Models:
             return
         while running.pop() is not module:  # also modules whose forward was interrupted
             pass
-        self._left(module, args, output)
+        self._on_exit(module, args, output)

@@ -82,13 +82,13 @@ class Debugger:
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
-        self._models = Models(model, adopted=self._hook_parameter, left=self._check_output)
+        self._models = Models(model, on_parameter=self._hook_parameter, on_exit=self._check_output)
         self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._stop = ampatch.observe(self)
-        self._operators = Operators(self._now)
+        self._stop_observing = ampatch.observe(self)
+        self._operators = Operators(self._phase_and_module)
         self._operators.enter()
 
     def remove(self) -> None:
@@ -101,7 +101,7 @@ class Debugger:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._stop()
+        self._stop_observing()
 
     def reset(self) -> None:
         """Drop the report and look for the next inf or NaN."""
@@ -123,7 +123,7 @@ class Debugger:
         """The watched modules whose forward runs in this thread, outermost first."""
         return self._models.running
 
-    def _now(self) -> tuple[str, nn.Module | None]:
+    def _phase_and_module(self) -> tuple[str, nn.Module | None]:
         """The current phase and module outside of backward, for `Operators`."""
         running = self._models.running
         if running:
@@ -170,7 +170,8 @@ class Debugger:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for weight in weights if self.report is None else ():
             name = self._models.name_of(weight)
-            where, advice = f"weight {name}", lost_eps(optimizer) or ""
+            advice = lost_eps(optimizer) or ""
+            where = f"weight {name}"
             if name is not None and self._check(where, [weight], phase="step", advice=advice):
                 if self.report is not None:  # set by `_check`
                     self.report.parameters.append(name)
@@ -224,7 +225,8 @@ class Debugger:
         for tensor in tensors:
             if tensor.dtype not in CHECKED or is_finite(tensor):
                 continue
-            origin = self._operators.origin_of(tensor) or _unseen(tensor, module, inputs, phase)
+            origin = self._operators.origin_of(tensor)
+            origin = origin or _unseen_origin(tensor, module, inputs, phase)
             if origin.is_written:
                 continue
             if phase == "backward" and self._pass_over(origin, where):
@@ -264,8 +266,8 @@ class Debugger:
         )
 
 
-def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterator[Any]:
-    """Handles of hooks that call `look(parameter, gradient)`.
+def _hooks(parameter: Tensor, check: Callable[[Tensor, Tensor], None]) -> Iterator[Any]:
+    """Handles of hooks that call `check(parameter, gradient)`.
 
     The gradient is checked when it is computed and again in `.grad`, because later hooks of the
     script may replace it.
@@ -273,26 +275,27 @@ def _hooks(parameter: Tensor, look: Callable[[Tensor, Tensor], None]) -> Iterato
     reference = weakref.ref(parameter)
 
     def on_gradient(gradient: Tensor) -> None:
-        known = reference()
-        if known is not None:
-            look(known, gradient)
+        param = reference()
+        if param is not None:
+            check(param, gradient)
 
-    def on_accumulated(known: Tensor) -> None:
-        if known.grad is not None:
-            look(known, known.grad)
+    def on_accumulated(param: Tensor) -> None:
+        if param.grad is not None:
+            check(param, param.grad)
 
     yield parameter.register_hook(on_gradient)
     if parameter.is_leaf:
         yield parameter.register_post_accumulate_grad_hook(on_accumulated)
 
 
-def _unseen(
+def _unseen_origin(
     tensor: Tensor, module: nn.Module | None, inputs: Sequence[Tensor], phase: str
 ) -> Origin:
     value = "nan" if bool(torch.isnan(values(tensor)).any()) else "inf"
     checked = [t for t in inputs if t.dtype in CHECKED]
-    fine, where = all(map(is_finite, checked)), Where(module, None, 0)
-    return Origin("", phase, where, tensor.dtype, value, largest(checked), fine, False, 0)
+    where = Where(module, None, 0)
+    are_finite = all(map(is_finite, checked))
+    return Origin("", phase, where, tensor.dtype, value, largest(checked), are_finite, False, 0)
 
 
 def _rank() -> int | None:

@@ -27,11 +27,10 @@ from .exact import largest_exact
 from .tensors import ByStorage, storage_key, values
 
 CHECKED = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),
-)
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
 OVERWRITING = ("copy_", COPY)  # they do not read their first argument
-MOST_NODES = 200_000  # nodes of the graph whose line of code is remembered
+MAX_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
@@ -121,52 +120,58 @@ class Operators(dispatch_modes.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_on:
             return func(*args, **kwargs)
-        phase, where = self._phase_and_place()
+        phase, where = self._phase_and_where()
         mutates = custom_ops.is_mutable(func)
         inputs = list(_read(func, args, kwargs))
-        before = self._inspect(inputs) if mutates else None
+        inputs_before = self._inspect(inputs) if mutates else None
         result = func(*args, **kwargs)
         outputs = list(_tensors((result, args, kwargs) if mutates else result))
         for output in outputs:
             if not is_finite(output):
-                before = before or self._inspect(inputs)
-                self._trace(func, phase, where, output, before, (args, kwargs))
+                inputs_before = inputs_before or self._inspect(inputs)
+                self._trace(func, phase, where, output, inputs_before, (args, kwargs))
         return result
 
-    def _phase_and_place(self) -> tuple[str, Where]:
+    def _phase_and_where(self) -> tuple[str, Where]:
         phase, module = self._current()
         is_backward, number = dispatch_modes.running_backward_node()
         if is_backward and module is None:
             return "backward", self._where_by_node.get(number, Where(None, None, 0))
         where = Where(module, *_user_line())
-        # The node of this operator has just been made, where it has one.
+        # If this operator has a node, it is the newest one.
         self._where_by_node.setdefault(dispatch_modes.newest_node(), where)
-        if len(self._where_by_node) > MOST_NODES:
+        if len(self._where_by_node) > MAX_NODES:
             del self._where_by_node[next(iter(self._where_by_node))]
         return phase, where
 
-    def _inspect(self, inputs: list[Tensor]) -> _Inputs:
-        bad = [tensor for tensor in inputs if not is_finite(tensor)]
-        origins = [self._origins.get(tensor) for tensor in bad]
-        return _Inputs(
+    def _inspect(self, inputs: list[Tensor]) -> _InputFacts:
+        non_finite = [tensor for tensor in inputs if not is_finite(tensor)]
+        origins = [self._origins.get(tensor) for tensor in non_finite]
+        return _InputFacts(
             largest(inputs),
-            any(bool(torch.isnan(values(tensor)).any()) for tensor in bad),
-            {storage_key(tensor) for tensor, origin in zip(bad, origins) if origin is None},
-            not bad,
+            any(bool(torch.isnan(values(tensor)).any()) for tensor in non_finite),
+            {storage_key(tensor) for tensor, origin in zip(non_finite, origins) if origin is None},
+            not non_finite,
             [origin for origin in origins if origin is not None],
         )
 
     def _trace(
-        self, func: Any, phase: str, where: Where, output: Tensor, before: _Inputs, call: Any
+        self,
+        func: Any,
+        phase: str,
+        where: Where,
+        output: Tensor,
+        inputs_before: _InputFacts,
+        arguments: Any,
     ) -> None:
-        if storage_key(output) in before.from_outside and not custom_ops.is_mutable(func):
+        if storage_key(output) in inputs_before.from_outside and not custom_ops.is_mutable(func):
             return  # a view of a tensor from outside: no operator made the value
         value = "nan" if bool(torch.isnan(values(output)).any()) else "inf"
-        computed = [origin for origin in before.origins if not origin.is_written]
-        written = [origin for origin in before.origins if origin.is_written]
+        computed = [origin for origin in inputs_before.origins if not origin.is_written]
+        written = [origin for origin in inputs_before.origins if origin.is_written]
         if computed:
             origin = min(computed, key=lambda origin: origin.order)
-        elif written and (value == "inf" or before.has_nan):
+        elif written and (value == "inf" or inputs_before.has_nan):
             origin = written[0]
         else:
             self._count += 1
@@ -176,18 +181,18 @@ class Operators(dispatch_modes.TorchDispatchMode):
                 where,
                 output.dtype,
                 value,
-                before.largest,
-                before.is_finite,
-                value == "inf" and any(map(math.isinf, _numbers(call))),
+                inputs_before.largest,
+                inputs_before.is_finite,
+                value == "inf" and any(map(math.isinf, _numbers(arguments))),
                 self._count,
-                _exact(func, call, before) if phase == "backward" else None,
+                _exact(func, arguments, inputs_before) if phase == "backward" else None,
             )
         self._origins.set(output, origin)
 
 
 @dataclasses.dataclass
-class _Inputs:
-    """An operator's inputs before it ran; `from_outside`: those without a known origin."""
+class _InputFacts:
+    """About an operator's inputs before it ran; `from_outside`: those without a known origin."""
 
     largest: float | None
     has_nan: bool
@@ -196,12 +201,12 @@ class _Inputs:
     origins: list[Origin]
 
 
-def _exact(func: Any, call: tuple[tuple, dict], before: _Inputs) -> float | None:
-    if not before.is_finite:  # an inf of the code, or of operators that are not seen
-        return math.inf if before.origins else None
+def _exact(func: Any, arguments: tuple[tuple, dict], inputs_before: _InputFacts) -> float | None:
+    if not inputs_before.is_finite:  # an inf of the code, or of operators that are not seen
+        return math.inf if inputs_before.origins else None
     if custom_ops.base_name(func) in OVERWRITING:
-        return before.largest
-    return largest_exact(func, *call)
+        return inputs_before.largest
+    return largest_exact(func, *arguments)
 
 
 def is_finite(tensor: Tensor) -> bool:

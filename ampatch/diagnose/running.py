@@ -22,24 +22,24 @@ from .nonfinite import Debugger
 
 
 class AfterSteps:
-    """Calls `call(optimizer)` after each step of any optimizer, also after a skipped one."""
+    """Calls `callback(optimizer)` after each step of any optimizer, also after a skipped one."""
 
-    def __init__(self, call: Callable[[Any], None]) -> None:
-        self._call = call
-        self._hook = register_optimizer_step_post_hook(self._stepped)
-        self._stop = ampatch.observe(self)
+    def __init__(self, callback: Callable[[Any], None]) -> None:
+        self._callback = callback
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._stop_observing = ampatch.observe(self)
 
     def remove(self) -> None:
         self._hook.remove()
-        self._stop()
+        self._stop_observing()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """A step of a managed optimizer; torch calls no hook for a skipped step."""
-        self._call(optimizer)
+        self._callback(optimizer)
 
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if session_of(optimizer) is None:
-            self._call(optimizer)
+            self._callback(optimizer)
 
 
 class EndAtFinding:

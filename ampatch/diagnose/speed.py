@@ -24,7 +24,7 @@ from ampatch.torch_private.devices import device_types, is_owned_by_host
 
 from .tensors import dtype_name
 
-ROUNDS = 12  # at least so many
+MIN_ROUNDS = 12
 MAX_SECONDS = 1.0  # seconds for the rounds of an operation
 AGREEMENT = 0.03  # the difference of FP32 from itself, in each third of the rounds
 MARGIN = 0.1  # a difference below 10 % is a tie
@@ -32,7 +32,7 @@ CLEARLY_SLOW = 5  # times FP32's time: such a dtype has only three rounds
 SMALLEST_SHOWN = 0.1  # lower speeds are shown as "under 0.1x"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
-_CALLS = 3  # in a round, for each dtype
+_CALLS_IN_ROUND = 3  # of each dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +131,13 @@ def _one_thread() -> Iterator[None]:
 def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) -> list[Speed]:
     times = _Times({dtype: [] for dtype in runs}, [])
     for run in runs.values():
-        _shortest(run, device, 1)  # the first call sets things up
+        _shortest_time(run, device, 1)  # the first call sets things up
     end = time.perf_counter() + MAX_SECONDS
-    while len(times.again) < ROUNDS or not (times.agree() or time.perf_counter() > end):
-        for dtype, seconds in times.of.items():
+    while len(times.fp32_again) < MIN_ROUNDS or not (times.agree() or time.perf_counter() > end):
+        for dtype, seconds in times.by_dtype.items():
             if len(seconds) < _THIRDS or not times.is_clearly_slow(dtype):
-                seconds.append(_shortest(runs[dtype], device, _CALLS))
-        times.again.append(_shortest(runs[torch.float32], device, _CALLS))
+                seconds.append(_shortest_time(runs[dtype], device, _CALLS_IN_ROUND))
+        times.fp32_again.append(_shortest_time(runs[torch.float32], device, _CALLS_IN_ROUND))
     return [Speed(name, dtype, *times.ratios(dtype)) for dtype in runs]
 
 
@@ -145,8 +145,8 @@ def _speeds(name: str, runs: dict[torch.dtype, Callable[[], Any]], device: str) 
 class _Times:
     """The shortest times of each round by dtype, and those of FP32 at the end of each round."""
 
-    of: dict[torch.dtype, list[float]]
-    again: list[float]
+    by_dtype: dict[torch.dtype, list[float]]
+    fp32_again: list[float]
 
     def ratios(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """FP32's time over that of `dtype`: of all rounds; the lowest and highest of thirds."""
@@ -159,13 +159,13 @@ class _Times:
         return 1 - AGREEMENT < low and high < 1 + AGREEMENT
 
     def is_clearly_slow(self, dtype: torch.dtype) -> bool:
-        return min(self.of[dtype]) > CLEARLY_SLOW * min(self.of[torch.float32])
+        return min(self.by_dtype[dtype]) > CLEARLY_SLOW * min(self.by_dtype[torch.float32])
 
     def _ratio(self, dtype: torch.dtype, rounds: slice) -> float:
-        first, again = min(self.of[torch.float32][rounds]), min(self.again[rounds])
+        first, fp32_again = min(self.by_dtype[torch.float32][rounds]), min(self.fp32_again[rounds])
         if dtype is torch.float32:
-            return first / again
-        return min(first, again) / min(self.of[dtype][rounds])
+            return first / fp32_again
+        return min(first, fp32_again) / min(self.by_dtype[dtype][rounds])
 
 
 def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -190,7 +190,7 @@ def _training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(function(*inputs), inputs, grad)
 
 
-def _shortest(run: Callable[[], Any], device: str, calls: int) -> float:
+def _shortest_time(run: Callable[[], Any], device: str, calls: int) -> float:
     """The shortest time of this number of calls of `run`."""
     best = float("inf")
     for _ in range(calls):

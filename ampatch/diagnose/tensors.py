@@ -13,7 +13,7 @@ from ampatch.torch_private.tensors import memory_of
 
 T = TypeVar("T")
 
-MOST = 512  # above this number of entries those of freed storages are dropped
+PRUNE_ABOVE = 512  # above this number of entries those of freed storages are dropped
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,16 +39,16 @@ class ByStorage(Generic[T]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._prune_at = MOST
+        self._prune_at = PRUNE_ABOVE
 
     def get(self, tensor: Tensor) -> T | None:
-        known = self._entries.get(storage_key(tensor))
-        return None if known is None else known[1]
+        entry = self._entries.get(storage_key(tensor))
+        return None if entry is None else entry[1]
 
     def set(self, tensor: Tensor, value: T) -> None:
         if len(self._entries) >= self._prune_at:
             self._entries = {k: v for k, v in self._entries.items() if not v[0].expired()}
-            self._prune_at = max(MOST, 2 * len(self._entries))
+            self._prune_at = max(PRUNE_ABOVE, 2 * len(self._entries))
         storage = values(tensor).untyped_storage()
         self._entries[memory_of(storage)] = (StorageWeakRef(storage), value)
 

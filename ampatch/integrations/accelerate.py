@@ -41,8 +41,12 @@ from .managed import IntegrationSession, checked
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
-_OWN = frozenset(inspect.signature(Accelerator.__init__).parameters) - {"self"}
-_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+_ACCELERATOR_ARGUMENTS = frozenset(inspect.signature(Accelerator.__init__).parameters) - {"self"}
+_UNSUPPORTED_LAUNCHES = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+)
 
 
 class AmpatchAccelerator(Accelerator):
@@ -75,14 +79,19 @@ class AmpatchAccelerator(Accelerator):
     ) -> None:
         options = {"cast_model_outputs": torch.float32, **arguments}
         settings = checked(
-            "AmpatchAccelerator", {**options, "opt_level": opt_level, "dtype": dtype}, _OWN
+            "AmpatchAccelerator",
+            {**options, "opt_level": opt_level, "dtype": dtype},
+            _ACCELERATOR_ARGUMENTS,
         )
-        arguments = {name: value for name, value in arguments.items() if name in _OWN}
-        asked, variable = arguments.get("mixed_precision"), "ACCELERATE_MIXED_PRECISION"
-        _refuse(asked, "an argument")
-        if asked is None:
-            by = f"{variable}, which accelerate launch and its config set"
-            _refuse(os.environ.get(variable), by)
+        arguments = {
+            name: value for name, value in arguments.items() if name in _ACCELERATOR_ARGUMENTS
+        }
+        mixed_precision = arguments.get("mixed_precision")
+        _refuse(mixed_precision, "an argument")
+        if mixed_precision is None:
+            variable = "ACCELERATE_MIXED_PRECISION"
+            asked_by = f"{variable}, which accelerate launch and its config set"
+            _refuse(os.environ.get(variable), asked_by)
         super().__init__(**arguments)
         _refuse(self.mixed_precision, "an earlier Accelerator of this process")
         if self.scaler_handler is not None:
@@ -91,7 +100,7 @@ class AmpatchAccelerator(Accelerator):
                 "scale of its own. Expected its settings by name: init_scale, growth_factor, "
                 "backoff_factor, growth_interval."
             )
-        if self.distributed_type in _ENGINES:
+        if self.distributed_type in _UNSUPPORTED_LAUNCHES:
             raise ampatch.AmpatchError(
                 f"AmpatchAccelerator: launched for {self.distributed_type.value}, which manages "
                 "weights and gradients itself. Launch for one device or for several with "
@@ -105,7 +114,7 @@ class AmpatchAccelerator(Accelerator):
     # Models and optimizers
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; models that come together share a session with those before them."""
+        """As accelerate's; all prepared models share one session."""
         self._ampatch.open(*(_innermost(model) for model in args if isinstance(model, nn.Module)))
         return super().prepare(*args, device_placement=device_placement)
 
@@ -132,11 +141,11 @@ class AmpatchAccelerator(Accelerator):
         """Manage the optimizers whose models are managed."""
         session = self._ampatch.session
         models = [] if session is None else [managed.model for managed in session.models]
-        known = {id(parameter) for model in models for parameter in model.parameters()}
+        managed_ids = {id(parameter) for model in models for parameter in model.parameters()}
         self._ampatch.add(
             optimizer
             for optimizer in map(unwrapped, self._optimizers)
-            if session_of(optimizer) is not session and not known.isdisjoint(_ids(optimizer))
+            if session_of(optimizer) is not session and not managed_ids.isdisjoint(_ids(optimizer))
         )
 
     # Training
@@ -174,8 +183,8 @@ class SkippingOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because of an overflow."""
-        managed = session_of(self.optimizer) is not None
-        return managed and ampatch.step_was_skipped(self.optimizer)
+        is_managed = session_of(self.optimizer) is not None
+        return is_managed and ampatch.step_was_skipped(self.optimizer)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

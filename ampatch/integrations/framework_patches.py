@@ -1,8 +1,8 @@
 """Puts ampatch's integration into a framework, before the script imports it.
 
 The framework's class is replaced by one with the integration, without the framework's own mixed
-precision.  Opt level and dtype come from the environment, as in the trials of a sweep, for which
-this module is.  It works for scripts that make one such object; where the integration cannot be
+precision.  Opt level and dtype come from the environment, as set for the trials of a sweep, which
+use this module.  It works for scripts that make one such object; where the integration cannot be
 used, its own error says why.
 """
 
@@ -35,11 +35,11 @@ def leave_precision_out(report: Callable[[str, Any], None]) -> None:
     frameworks need nothing: their mixed precision is torch.autocast and GradScaler.
     """
 
-    def construct(original: Callable, owner: Any, args: Any, named: dict[str, Any]) -> None:
-        precision = str(named.pop("precision", None))
+    def construct(original: Callable, owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        precision = str(kwargs.pop("precision", None))
         if "16" in precision:
             report("bfloat16" if "bf16" in precision else "float16", sys._getframe(1))
-        original(*args, **named)
+        original(*args, **kwargs)
 
     for owner, modules in _LIGHTNING.items():
         for module in modules:
@@ -52,9 +52,9 @@ def wrap_backward(around: Callable[[Any], Any]) -> None:
     accelerate then divides the loss by the number of accumulated batches.
     """
 
-    def backward(original: Callable, accelerator: Any, args: Any, named: dict[str, Any]) -> None:
-        with around(args[0] if args else named["loss"]):
-            original(*args, **named)
+    def backward(original: Callable, accelerator: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        with around(args[0] if args else kwargs["loss"]):
+            original(*args, **kwargs)
 
     _wrap_later("accelerate.accelerator", "Accelerator.backward", backward)
 
@@ -79,11 +79,11 @@ def _fabric() -> None:
 
 
 def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
-    def construct(original: Callable, _: Any, args: Any, named: dict[str, Any]) -> None:
-        plugins = named.pop("plugins", None) or []
+    def construct(original: Callable, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        plugins = kwargs.pop("plugins", None) or []
         listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-        named.pop("precision", None)
-        original(*args, plugins=[*listed, plugin()], **named)
+        kwargs.pop("precision", None)
+        original(*args, plugins=[*listed, plugin()], **kwargs)
 
     for module in _LIGHTNING[owner]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
@@ -119,8 +119,8 @@ def _accelerate() -> None:
     plain = accelerate.Accelerator
     names = list(inspect.signature(plain.__init__).parameters)[1:]
 
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
-        arguments = {**dict(zip(names, args)), **named, "mixed_precision": "no"}
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = {**dict(zip(names, args)), **kwargs, "mixed_precision": "no"}
         AmpatchAccelerator.__init__(self, **arguments)
 
     managed = type("Accelerator", (AmpatchAccelerator,), {"__init__": __init__})

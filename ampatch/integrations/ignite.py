@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine
-from ignite.engine import supervised_evaluation_step as in_float32
+from ignite.engine import supervised_evaluation_step as evaluation_step
 from ignite.utils import apply_to_tensor, convert_tensor
 from torch import Tensor, nn
 
@@ -114,8 +114,12 @@ def supervised_evaluation_step(
     `model_transform`, so that metrics do not sum them in half.
     """
 
-    preparation = (prepare_batch, lambda output: apply_to_tensor(model_transform(output), _widened))
-    return in_float32(model, device, non_blocking, *preparation, output_transform, model_fn)
+    def transform(output: Any) -> Any:
+        return apply_to_tensor(model_transform(output), _widened)
+
+    return evaluation_step(
+        model, device, non_blocking, prepare_batch, transform, output_transform, model_fn
+    )
 
 
 def _widened(tensor: Tensor) -> Tensor:

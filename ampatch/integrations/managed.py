@@ -53,7 +53,7 @@ class IntegrationSession:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self._last: facade.Session | None = None
-        self._scales: dict[str, Any] = {}  # when nothing is open
+        self._scales: dict[str, Any] = {}  # loaded, or of the last session
 
     def open(self, *models: nn.Module) -> None:
         """Manage models: in a new session, or in the open one.
@@ -70,7 +70,7 @@ class IntegrationSession:
             self.scales = self._scales
         elif session.properties.enabled:
             for model in new:
-                facade.release_model(model)  # an earlier session had it
+                facade.release_model(model)  # from an earlier session
             ampatch.add_models(new, to=self._member())
 
     def add(self, optimizers: Iterable[Any]) -> None:
@@ -111,9 +111,9 @@ class IntegrationSession:
         if scales and member is not None:
             ampatch.load_state_dict(scales, of=member)
 
-    def restore(self, folder: str, own: str, grad_scaler: str) -> None:
+    def restore(self, folder: str, scale_file: str, grad_scaler_file: str) -> None:
         """Load the loss scale of a checkpoint: ours, or that of torch's GradScaler."""
-        ours, theirs = Path(folder, own), Path(folder, grad_scaler)
+        ours, theirs = Path(folder, scale_file), Path(folder, grad_scaler_file)
         if ours.suffix == ".json" and ours.is_file():
             self.scales = json.loads(ours.read_text())
         elif file := next(filter(Path.is_file, (ours, theirs)), None):
@@ -121,7 +121,8 @@ class IntegrationSession:
         elif any(entry.get("dynamic", True) for entry in self.scales.values()):
             logger.warning(
                 "%s: this checkpoint has no loss scale (%s): the current scale stays.",
-                *(folder, own),
+                folder,
+                scale_file,
             )
 
     def close(self) -> None:

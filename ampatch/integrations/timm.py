@@ -74,7 +74,7 @@ class AmpatchScaler:
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
-    """These parameters; None: all that the step updates."""
+    """`parameters` as a list; if None, all that the step updates."""
     if parameters is None:
         return list(ampatch.master_params(optimizer))
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

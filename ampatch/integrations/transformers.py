@@ -43,7 +43,10 @@ SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # Trainer's, with fp16=True
 
 _EXTENDED = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
-_PLAIN = (DistributedType.NO, *(kind for kind in DistributedType if kind.value.startswith("MULTI")))
+_SUPPORTED_LAUNCHES = (
+    DistributedType.NO,
+    *(kind for kind in DistributedType if kind.value.startswith("MULTI")),
+)
 
 
 class AmpatchTrainerMixin:
@@ -85,9 +88,9 @@ class AmpatchTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _check_version()
-        own = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
-        own = {"opt_level": "O1", "cast_model_outputs": torch.float32, **own}
-        self._ampatch = IntegrationSession(checked(type(self).__name__, own))
+        settings = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
+        settings = {"opt_level": "O1", "cast_model_outputs": torch.float32, **settings}
+        self._ampatch = IntegrationSession(checked(type(self).__name__, settings))
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -152,7 +155,7 @@ def _refuse(arguments: Any, accelerator: Any) -> None:
             "ACCELERATE_MIXED_PRECISION) beside AmpatchTrainerMixin: both would choose the "
             'precision. Set it to "no", and give the trainer opt_level and dtype.'
         )
-    if accelerator.distributed_type not in _PLAIN:
+    if accelerator.distributed_type not in _SUPPORTED_LAUNCHES:
         raise AmpatchError(
             f"AmpatchTrainerMixin: {accelerator.distributed_type.value} sets the precision of "
             "weights itself. Expected one device or DistributedDataParallel (torchrun)."

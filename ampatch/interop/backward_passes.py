@@ -28,19 +28,20 @@ def replacements(
     """The replacements.
 
     `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass asks for.  It
-    returns whether existing graphs may cast them in one node with other weights.  If so, the pass
-    runs through the layers of these weights too.  It retains the graph, so that it frees none of
-    their buffers, as under torch.autocast.
-    `pass_begins(tensors)` is called before a pass from these tensors that adds to gradients.  It
-    returns a check to call after the pass, or None.
+    returns whether existing graphs may cast them in one node with other weights.  Then the pass
+    also runs through the layers of these other weights.  Under torch.autocast it would not, and
+    would leave their buffers alone, so here it retains the graph.
+    `pass_begins(tensors)` is called before a pass from these that adds to gradients.  It returns a
+    function to call after the pass, or None.
     """
 
-    def retained(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        if record_wanted_grads([t for t in map(_leaf, _items(inputs)) if isinstance(t, Tensor)]):
+    def retain_for(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
+        tensors = map(_differentiated, _items(inputs))
+        if record_wanted_grads([tensor for tensor in tensors if isinstance(tensor, Tensor)]):
             return not any(map(has_compiled_backward, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
 
-    def of_grad(original: Callable) -> Callable:
+    def make_grad(original: Callable) -> Callable:
         @functools.wraps(original)
         def grad(
             outputs: Any,
@@ -51,13 +52,13 @@ def replacements(
             **kwargs: Any,
         ) -> Any:
             if not is_dynamo_compiling():
-                outputs, inputs = _materialized(outputs), _materialized(inputs)
-                retain_graph = retained(outputs, inputs, retain_graph)
+                outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
+                retain_graph = retain_for(outputs, inputs, retain_graph)
             return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
 
         return grad
 
-    def of_backward(original: Callable) -> Callable:
+    def make_backward(original: Callable) -> Callable:
         @functools.wraps(original)
         def backward(
             tensors: Any,
@@ -67,22 +68,22 @@ def replacements(
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            check_pass = None
+            after_pass = None
             if not is_dynamo_compiling():
                 if inputs is not None:
-                    tensors, inputs = _materialized(tensors), _materialized(inputs)
-                    retain_graph = retained(tensors, inputs, retain_graph)
-                check_pass = pass_begins(tensors)
+                    tensors, inputs = _as_tuple(tensors), _as_tuple(inputs)
+                    retain_graph = retain_for(tensors, inputs, retain_graph)
+                after_pass = pass_begins(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            if check_pass is not None:
-                check_pass()
+            if after_pass is not None:
+                after_pass()
 
         return backward
 
-    return [(torch.autograd, "grad", of_grad), (torch.autograd, "backward", of_backward)]
+    return [(torch.autograd, "grad", make_grad), (torch.autograd, "backward", make_backward)]
 
 
-def _materialized(tensors: Any) -> Any:
+def _as_tuple(tensors: Any) -> Any:
     """The tuple of an iterator, such as `model.parameters()`, which can be read only once."""
     return tuple(tensors) if isinstance(tensors, Iterator) else tensors
 
@@ -94,7 +95,7 @@ def _items(tensors: Any) -> Iterable[Any]:
     return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
-def _leaf(item: Any) -> Any:
+def _differentiated(item: Any) -> Any:
     """The tensor whose gradient is asked for; for an edge to a leaf's accumulator, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 

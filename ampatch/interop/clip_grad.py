@@ -19,24 +19,24 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 
 def replacements(
     unscale: Callable[[list[Tensor], bool], None],
-    zeroed: Callable[[set[int]], None],
+    on_zeroed: Callable[[set[int]], None],
 ) -> list[Replacement]:
     """The replacements.
 
     `unscale(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
     scaled; `by_norm`: they are clipped by one norm.
-    `zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
+    `on_zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 
-    def zeroing(original: Callable) -> Callable:
+    def make_zero_grad(original: Callable) -> Callable:
         @functools.wraps(original)
         def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             original(self, set_to_none)
-            zeroed(set(map(id, self.parameters())))
+            on_zeroed(set(map(id, self.parameters())))
 
         return zero_grad
 
-    def clipping(original: Callable) -> Callable:
+    def make_clip(original: Callable) -> Callable:
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -46,9 +46,9 @@ def replacements(
         return clip
 
     return [
-        (nn.Module, "zero_grad", zeroing),
+        (nn.Module, "zero_grad", make_zero_grad),
         *(
-            (owner, name, clipping)
+            (owner, name, make_clip)
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad)
             for name in _CLIPPING
             if inspect.isfunction(getattr(owner, name, None))

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from ..torch_private import dynamo
 
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
-_TRACED = {
+_TRACED_MODULES = {
     "interop": "backward_passes",
     "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
@@ -30,20 +30,20 @@ def run_eagerly() -> None:
 
     To be called when all modules of the rooms are imported, since Dynamo may be imported already.
     """
-    dynamo.run_eagerly(lambda: chain.from_iterable(map(_codes, _modules())))
+    dynamo.run_eagerly(lambda: chain.from_iterable(map(_code_objects, _modules())))
 
 
 def _modules() -> Iterator[ModuleType]:
     package = __name__.rpartition(".interop")[0]
     for room in _ROOMS:
         start = f"{package}.{room}."
-        traced = [start + name for name in _TRACED.get(room, "").split()]
+        traced = [start + name for name in _TRACED_MODULES.get(room, "").split()]
         for name, module in list(sys.modules.items()):
             if name.startswith(start) and name not in traced:
                 yield module
 
 
-def _codes(module: ModuleType) -> Iterator[CodeType]:
+def _code_objects(module: ModuleType) -> Iterator[CodeType]:
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
             continue
@@ -52,11 +52,11 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
                 member = member.__func__
             functions = (member.fget, member.fset) if isinstance(member, property) else (member,)
             for function in filter(inspect.isfunction, functions):
-                yield from _with_inner(function.__code__)
+                yield from _with_nested(function.__code__)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+            yield from _with_nested(constant)

@@ -1,9 +1,9 @@
 """`model.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
 `.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
-Calls that change no dtype work (`.to(device)`, `.to(weight.dtype)`, a memory format), except moves
-for which torch makes new parameters: the optimizer would not have these.  All calls work on
-submodules added since, such as adapters of peft, unless an optimizer has their parameters.
+Calls that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except
+between kinds of devices where torch makes new parameters, which the optimizer would not have.  On
+submodules that were added later and are in no optimizer, such as adapters of peft, all calls work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..torch_private.modules import APPLY
 from ..torch_private.tensors import keeps_parameter
 
 Apply = Callable[[Tensor], Tensor]
-HasTensor = Callable[[Tensor], bool]
+IsReliedOn = Callable[[Tensor], bool]
 """Whether a session or an optimizer relies on a parameter or a buffer."""
 
 
 def replacements(
-    model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: HasTensor
+    model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: IsReliedOn
 ) -> list[Replacement]:
     """The replacements.
 
@@ -47,8 +47,8 @@ def replacements(
                 return original(self, fn, *args, **kwargs)
             model = model_of(self)
             if model is not None:
-                for title, tensor in _tensors(self, is_relied_on):
-                    _refuse_other_tensor(self, title, tensor, fn, model)
+                for name, tensor in _tensors(self, is_relied_on):
+                    _refuse_other_tensor(self, name, tensor, fn, model)
             running = True
             try:
                 return original(self, fn, *args, **kwargs)
@@ -61,10 +61,10 @@ def replacements(
         @functools.wraps(original)
         def float(self: nn.Module) -> nn.Module:
             model = model_of(self)
-            half = {} if model is None else half_copy_dtypes(self)
-            for title, tensor in _tensors(self, is_relied_on) if half else ():
-                if id(tensor) in half:
-                    _refuse(self, title, half[id(tensor)], torch.float32, model)
+            half_dtypes = {} if model is None else half_copy_dtypes(self)
+            for name, tensor in _tensors(self, is_relied_on) if half_dtypes else ():
+                if id(tensor) in half_dtypes:
+                    _refuse(self, name, half_dtypes[id(tensor)], torch.float32, model)
             return original(self)
 
         return float
@@ -72,7 +72,7 @@ def replacements(
     return [(nn.Module, APPLY, make), (nn.Module, "float", make_float)]
 
 
-def _tensors(module: nn.Module, is_relied_on: HasTensor) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str, Tensor]]:
     """The module's floating tensors that a session or an optimizer relies on, by name."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor) and tensor.is_floating_point() and is_relied_on(tensor):
@@ -80,14 +80,14 @@ def _tensors(module: nn.Module, is_relied_on: HasTensor) -> Iterator[tuple[str, 
 
 
 def _refuse_other_tensor(
-    module: nn.Module, title: str, tensor: Tensor, fn: Apply, model: nn.Module
+    module: nn.Module, name: str, tensor: Tensor, fn: Apply, model: nn.Module
 ) -> None:
     """Raise `AmpatchError` where `fn` changes a dtype, or torch would make a new parameter."""
     detached = tensor.detach()
     with torch.no_grad():
         changed = fn(detached.new_empty(0))
     if changed.dtype is not tensor.dtype:
-        _refuse(module, title, tensor.dtype, changed.dtype, model)
+        _refuse(module, name, tensor.dtype, changed.dtype, model)
     is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
     if is_plain and not keeps_parameter(detached, changed):
         raise AmpatchError(
@@ -98,10 +98,10 @@ def _refuse_other_tensor(
 
 
 def _refuse(
-    module: nn.Module, title: str, dtype: torch.dtype, to: torch.dtype, model: nn.Module | None
+    module: nn.Module, name: str, dtype: torch.dtype, to: torch.dtype, model: nn.Module | None
 ) -> NoReturn:
     raise AmpatchError(
-        f"{type(module).__name__} cannot be converted to {to}: ampatch manages its {title} as "
+        f"{type(module).__name__} cannot be converted to {to}: ampatch manages its {name} as "
         f"{dtype}, in {type(model).__name__}, and neither forwards nor optimizers would follow. "
         "Nothing was changed. To export or evaluate in another dtype take a plain copy, such as "
         "ampatch.unwrap(model).float(), or call ampatch.deactivate() first. To train in another "

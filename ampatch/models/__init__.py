@@ -1,6 +1,6 @@
 """A model under an opt level: its half weights, and what is done around its calls.
 
-Where to look first:
+Where to look first (one forward step by step: "The walk of an O2 forward" in docs/design.md):
 
 * one model: `managed_model`; the `forward` that stands in its modules, and copies, pickles and
   replicas of them: `own_frame`;

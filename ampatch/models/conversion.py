@@ -18,7 +18,7 @@ from ..torch_private.dtensors import exchange_data
 from .half_copy_slots import StaysFloat
 from .module_overrides import has_statistics
 
-_data: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
+_data_property: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
 
 
 class Converted(NamedTuple):
@@ -45,8 +45,8 @@ class ConvertedWeights:
     ) -> None:
         """Convert a model's FP32 and half parameters in place, to FP32 where `stays_float`.
 
-        FP32 buffers stay as they are, but for the statistics of a norm, whose kernels want them in
-        the dtype of its weights.  Tensors shared between modules are converted once, and parameters
+        FP32 buffers stay as they are, except the statistics of a norm: its kernels need them in the
+        dtype of its weights.  Tensors shared between modules are converted once, and parameters
         that share their memory go on sharing it.  Those in `excluded` (ids) stay as they are.
         """
         by_memory: dict[tuple, Tensor] = {}  # converted data
@@ -59,12 +59,12 @@ class ConvertedWeights:
                 if buffer.dtype is not torch.float32 or has_statistics(module)
             ]
             for tensor in tensors:
-                before, key = tensor.dtype, id(tensor)
+                dtype_before, key = tensor.dtype, id(tensor)
                 is_known = key in excluded or key in self.entries
-                if is_known or before not in CASTABLE or before is target:
+                if is_known or dtype_before not in CASTABLE or dtype_before is target:
                     continue
-                data = _data.__get__(tensor)
-                self.entries[key] = Converted(tensor, before, data, tensor.grad)
+                data = _data_property.__get__(tensor)
+                self.entries[key] = Converted(tensor, dtype_before, data, tensor.grad)
                 memory = (*_memory(data), target)
                 set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:
@@ -75,7 +75,7 @@ class ConvertedWeights:
         return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
 
     def forget_originals(self) -> None:
-        """Let go of the unconverted values."""
+        """Drop the unconverted values."""
         for key, entry in self.entries.items():
             self.entries[key] = entry._replace(original=entry.tensor, grad=None)
 

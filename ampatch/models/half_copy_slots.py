@@ -4,7 +4,7 @@ A slot is an entry of `module._parameters`.  The slots of all modules are compar
 together, in the native part by one call.
 
 Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
-cannot share a node has a cast of its own.  So has each weight where Dynamo traces the call, and in
+cannot share a node is cast by itself.  So is each weight where Dynamo traces the call, and in
 replicas of DataParallel.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ def parameter_dicts(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, 
 
 
 def slots_of(dicts: list[dict[str, Any]]) -> list[Slot]:
-    """All entries of these dicts, as they are now."""
+    """All entries of these `_parameters`, as they are now."""
     return [Slot(container, *entry) for container in dicts for entry in container.items()]
 
 
@@ -96,7 +96,7 @@ def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Loo
 
 
 class WeightSlots:
-    """The slots that get half copies, in `root` and its submodules; their parameters in buckets.
+    """The slots of `root` and its submodules that get half copies, and buckets of their parameters.
 
     `model` is the managed model, which is `root` or contains it.  Parameters in `excluded` (ids)
     are left out.
@@ -115,7 +115,8 @@ class WeightSlots:
         # What `is_valid` compares: the entries of parameters and submodules, and their number.
         self._all_dicts = [*dicts, *filter(None, map(submodule_dict, modules))]
         self._sizes = list(map(len, self._all_dicts))
-        self._all_entries = _columns(slots_of(self._all_dicts))
+        entries = [(items, *entry) for items in self._all_dicts for entry in items.items()]
+        self._all_entries = _columns(entries)
         self.lookups, slots = split_lookups(modules, float_slots(slots_of(dicts), excluded))
         self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
@@ -126,13 +127,14 @@ class WeightSlots:
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
         self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._sources = [order[id(weight)] for weight in weights]
+        # For each slot the index of its parameter.
+        self._parameter_indices = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
 
     def _take_rnn_weights(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
         """Take out of `by_id` the weights of each RNN whose weights share one block of memory.
 
-        cuDNN wants them so, else it copies them, and warns, at every forward.
+        Otherwise cuDNN copies them at every forward, and warns.
         """
         lists: list[list[Tensor]] = []
         for rnn in self._rnns:
@@ -151,36 +153,36 @@ class WeightSlots:
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the slots.
 
-        With `instead_of`: only in slots that hold one of these tensors.  What the user's code has
-        put in a slot stays.
+        With `instead_of`, one for each of `parameters` too: only in slots that still hold that
+        tensor.  What the user's code has put in a slot stays.
         """
-        columns = self._dicts, self._names, self._sources
+        columns = self._dicts, self._names, self._parameter_indices
         if not exchange_entries(*columns, tensors, instead_of):
             assert instead_of is not None
-            present = zip(self.present(), self._sources, strict=True)
-            self.put_each([tensors[i] if old is instead_of[i] else old for old, i in present])
+            present = zip(self.present(), self._parameter_indices, strict=True)
+            self.put_by_slot([tensors[i] if old is instead_of[i] else old for old, i in present])
         elif self._rnns:
-            self._list_rnns()
+            self._rebuild_flat_weights()
 
-    def _list_rnns(self) -> None:
+    def _rebuild_flat_weights(self) -> None:
         for rnn in self._rnns:
             rebuild_flat_weights(rnn)
 
-    def put_each(self, tensors: list[Any]) -> None:
+    def put_by_slot(self, tensors: list[Any]) -> None:
         """Put tensors, one for each slot, in the slots that their modules still have."""
         for container, name, tensor in zip(self._dicts, self._names, tensors, strict=True):
             if name in container:
                 container[name] = tensor
-        self._list_rnns()
+        self._rebuild_flat_weights()
 
     def present(self) -> list[Any]:
         """What stands in the slots now."""
         return list(map(dict.get, self._dicts, self._names))
 
 
-def _columns(slots: list[Slot]) -> tuple[list[dict], list[str], list[Tensor]]:
-    """The dicts, the names and the parameters of slots."""
-    return tuple(map(list, zip(*slots, strict=True))) or ([], [], [])  # type: ignore[return-value]
+def _columns(entries: Sequence[tuple[dict, str, Any]]) -> tuple[list[dict], list[str], list[Any]]:
+    """The dicts, the names and the values of entries, such as `Slot`s."""
+    return tuple(map(list, zip(*entries, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
 def exchange_entries(
@@ -241,8 +243,8 @@ def make_half_copies(
     return [copy_of[id(weight)] for weight in weight_slots.parameters]
 
 
-class HalfCopies:
-    """Half copies of `weight_slots.parameters`, with the versions that they had at first.
+class SlotCopies:
+    """Half copies of `weight_slots.parameters`, with the versions that they began with.
 
     If `.data` of a copy is read, its values are kept too: a write through it raises no version.
     """
@@ -252,7 +254,7 @@ class HalfCopies:
         self.parameters: list[Tensor] = []  # one for each of `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
-        self._values: dict[int, Tensor] = {}
+        self._recorded_values: dict[int, Tensor] = {}
         self._indices: dict[int, int] | None = None  # by ids of copies
         if weight_slots.parameters:
             self.copies = make_half_copies(weight_slots, dtype, own_nodes)
@@ -273,7 +275,7 @@ class HalfCopies:
     def add(self, parameter: Tensor, copy: Tensor) -> None:
         """Add a copy that is made while the forward runs."""
         share_attributes([copy], [vars(parameter)])
-        count = len(self.copies)  # after Ctrl-C the other lists may be longer
+        count = len(self.copies)  # after Ctrl-C the other lists may be longer than `copies`
         self.parameters[count:] = [parameter]
         self._versions[count:] = [copy._version]
         self.copies.append(copy)
@@ -284,7 +286,7 @@ class HalfCopies:
         if (
             index is None
             or copy._version != self._versions[index]
-            or index in self._values
+            or index in self._recorded_values
             or any(hooks_of(copy))
         ):
             return None
@@ -293,16 +295,16 @@ class HalfCopies:
     def record_values(self, copy: Tensor) -> None:
         """Keep the present values of `copy`, with which `write_back` compares the later ones."""
         index = self._index_of(copy)
-        if index is None or index in self._values:
+        if index is None or index in self._recorded_values:
             return
         if has_values(copy.device) and not is_captured(copy):
-            self._values[index] = local_of(copy).detach().clone()
+            self._recorded_values[index] = local_of(copy).detach().clone()
 
     def write_back(self, writes: ForwardWrites) -> None:
         """Write into the parameters what was written into their copies."""
         now = list(map(_version_of, self.copies))
-        if self._values or now != self._versions:
-            values, self._values = self._values, {}
+        if self._recorded_values or now != self._versions:
+            values, self._recorded_values = self._recorded_values, {}
             versions, self._versions = self._versions, now
             writes.write_back(self.parameters, self.copies, versions, values)
 
@@ -321,7 +323,11 @@ class ForwardWrites:
         versions: list[int],
         values: dict[int, Tensor],
     ) -> None:
-        """Write into parameters what was written into copies that had these versions and values."""
+        """Write changed copies into their parameters.
+
+        `versions` are earlier ones of all copies; `values` are earlier ones of copies whose `.data`
+        was read, by index.
+        """
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
                 self._write_back(copy, parameter)
@@ -362,7 +368,7 @@ def _differ(before: Tensor, now: Tensor) -> Tensor:
     return (before != now) & ~(before.isnan() & now.isnan())
 
 
-def put_in_traced(slots: list[Slot], dtype: torch.dtype) -> None:
+def put_while_traced(slots: list[Slot], dtype: torch.dtype) -> None:
     """Put half copies in slots while Dynamo traces, so that it records the casts."""
     copies: dict[int, Tensor] = {}
     for container, name, weight in slots:
@@ -371,15 +377,15 @@ def put_in_traced(slots: list[Slot], dtype: torch.dtype) -> None:
         container[name] = copies[id(weight)]
 
 
-def put_in_replica(
+def cast_replica(
     model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_float: StaysFloat
 ) -> None:
     """Cast the weights of a replica of `nn.DataParallel`, which are plain attributes there."""
-    for module, twin in zip(model.modules(), replica.modules(), strict=True):
+    for module, replicated in zip(model.modules(), replica.modules(), strict=True):
         if stays_float(module):
             continue
-        for name, weight in list(vars(twin).items()):
+        for name, weight in list(vars(replicated).items()):
             if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:
-                vars(twin)[name] = weight.to(dtype)
-        if isinstance(twin, nn.RNNBase):
-            rebuild_flat_weights(twin)
+                vars(replicated)[name] = weight.to(dtype)
+        if isinstance(replicated, nn.RNNBase):
+            rebuild_flat_weights(replicated)

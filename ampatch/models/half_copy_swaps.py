@@ -4,7 +4,7 @@ A weight exists once, in FP32, as the model's parameter, which is also what the 
 When the outermost call of the model, or of a submodule, begins, half copies are put in the
 parameters' slots in `module._parameters`; when it ends, the parameters are put back.
 
-Nodes of the graph and checkpoints keep half copies (`HalfCopies`).  A `Swap` puts them in the slots
+Nodes of the graph and checkpoints keep half copies (`SlotCopies`).  A `Swap` puts them in the slots
 during one `Call`.  Its states:
 
     state       in `swaps`  `may_hold_copies`  `is_swapped_in`  the slots hold  left by
@@ -43,14 +43,14 @@ from ..torch_private.modules import REPLICA, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_recording
 from .half_copy_slots import (
     ForwardWrites,
-    HalfCopies,
     Slot,
+    SlotCopies,
     StaysFloat,
     WeightSlots,
+    cast_replica,
     float_slots,
     parameter_dicts,
-    put_in_replica,
-    put_in_traced,
+    put_while_traced,
     slots_of,
 )
 from .lookups import Lookup
@@ -62,7 +62,8 @@ swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueD
 
 def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes of the half copies that models make of a module's weights, by the weights' ids."""
-    param_ids, dtypes = set(map(id, module.parameters())), {}
+    param_ids = set(map(id, module.parameters()))
+    dtypes: dict[int, torch.dtype] = {}
     for swapper in list(swappers.values()):
         dtypes.update(dict.fromkeys(param_ids & swapper.weight_ids(), swapper.dtype))
     return dtypes
@@ -72,7 +73,7 @@ def parameter_of_copy(tensor: Tensor) -> Tensor | None:
     """The parameter in whose slot this half copy stands; None for other tensors."""
     for swapper in list(swappers.values()):
         for swap in list(swapper.swaps):
-            parameter = None if swap.half_copies is None else swap.half_copies.parameter_of(tensor)
+            parameter = None if swap.slot_copies is None else swap.slot_copies.parameter_of(tensor)
             if parameter is not None:
                 return parameter
     return None
@@ -84,7 +85,7 @@ def record_values(tensor: Tensor) -> None:
         return
     for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:
-            call.swap.half_copies.record_values(tensor)
+            call.swap.slot_copies.record_values(tensor)
 
 
 def is_fx_traced(args: tuple, kwargs: dict) -> bool:
@@ -96,7 +97,7 @@ def is_fx_traced(args: tuple, kwargs: dict) -> bool:
 
 
 def enclosing_swap(module: nn.Module) -> Swap | None:
-    """The swap of the innermost forward or recompute in this thread that computes `module`."""
+    """The innermost swap in this thread whose forward or recompute computes `module`."""
     for call in reversed(thread_calls.stack):
         swap = call.swap
         if swap is not None and swap.is_swapped_in and id(module) in swap.weight_slots.module_ids:
@@ -105,9 +106,9 @@ def enclosing_swap(module: nn.Module) -> Swap | None:
 
 
 class Swap:
-    """One exchange of weights for their half copies, during one call."""
+    """Half copies stand in the slots of weights, during one call."""
 
-    half_copies: HalfCopies | None = None
+    slot_copies: SlotCopies | None = None
     weight_slots: WeightSlots
     is_nested = False  # within another swap of the same copies, which swaps them in and out
 
@@ -116,60 +117,63 @@ class Swap:
         self.may_hold_copies = False  # some slots may hold copies
         self.is_swapped_in = False  # all slots hold copies
         self._previous: list[Any] | None = None  # what the slots held, if not the parameters
-        self._parametrized: dict | None = None  # the cache of `parametrize.cached()` outside
+        self._outer_parametrize_cache: dict | None = None  # of `parametrize.cached()`
         self._lookups: list[Lookup] = []
 
-    def swap_in(self, half_copies: HalfCopies, previous: list[Any] | None = None) -> None:
+    def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
         """Put copies in their slots; `previous`: what these hold, if not the parameters."""
-        weight_slots, self._previous, self.may_hold_copies = self.weight_slots, previous, True
+        weight_slots = self.weight_slots
+        self._previous = previous
+        self.may_hold_copies = True
         if weight_slots.lookups:
-            copy_of = dict(zip(map(id, half_copies.parameters), half_copies.copies))
+            copy_of = dict(zip(map(id, slot_copies.parameters), slot_copies.copies))
             for lookup in weight_slots.lookups:
                 self._lookups.append(lookup)
                 copy = copy_of.get(id(lookup.parameter))
                 lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
-        weight_slots.put(half_copies.copies)
-        self._parametrized = swap_parametrize_cache({})
+        weight_slots.put(slot_copies.copies)
+        self._outer_parametrize_cache = swap_parametrize_cache({})
         self.is_swapped_in = True
 
     def swap_in_again(self, call: Call) -> None:
         """Swap the same copies in until `call` ends, for a recompute or a backward pass."""
-        swapper, half_copies, weight_slots = self.swapper, self.half_copies, self.weight_slots
-        assert half_copies is not None
-        swaps = [swap for swap in swapper.swaps if swap.half_copies is half_copies]
-        call.swap = again = Swap(swapper)
-        again.weight_slots, again.half_copies = weight_slots, half_copies
+        swapper, slot_copies = self.swapper, self.slot_copies
+        assert slot_copies is not None
+        swaps = [swap for swap in swapper.swaps if swap.slot_copies is slot_copies]
+        call.swap = new = Swap(swapper)
+        new.weight_slots = self.weight_slots
+        new.slot_copies = slot_copies
         if any(swap.is_swapped_in for swap in swaps):  # in a forward here, or in a waiting thread
-            again.is_swapped_in = again.is_nested = True
+            new.is_swapped_in = new.is_nested = True
             return
-        swapper.claim_slots(again)
-        if weight_slots.weight_ids:
-            again.swap_in(half_copies, previous=weight_slots.present())
+        swapper.claim_slots(new)
+        if new.weight_slots.weight_ids:
+            new.swap_in(slot_copies, previous=new.weight_slots.present())
         else:
-            again.is_swapped_in = True
+            new.is_swapped_in = True
 
     def _add_copy(self, parameter: Tensor, copy: Tensor) -> None:
-        assert self.half_copies is not None
-        self.half_copies.add(parameter, copy)
+        assert self.slot_copies is not None
+        self.slot_copies.add(parameter, copy)
 
     def swap_out(self) -> None:
         """Put back what the slots held before.  May be called again."""
-        swapper, half_copies, previous = self.swapper, self.half_copies, self._previous
+        swapper, slot_copies, previous = self.swapper, self.slot_copies, self._previous
         self.is_swapped_in = False
         try:
-            if self.may_hold_copies and half_copies is not None:
-                slots = self.weight_slots
+            if self.may_hold_copies and slot_copies is not None:
+                weight_slots = self.weight_slots
                 if previous is None:
-                    slots.put(slots.parameters, instead_of=half_copies.copies)
+                    weight_slots.put(weight_slots.parameters, instead_of=slot_copies.copies)
                 else:
-                    slots.put_each(previous)
+                    weight_slots.put_by_slot(previous)
                 for lookup in self._lookups:
                     lookup.swap_out(self._add_copy)
-                if self._parametrized is not None:  # computed from FP32 parameters
-                    swap_parametrize_cache(self._parametrized)
+                if self._outer_parametrize_cache is not None:  # computed from FP32 parameters
+                    swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False
-            if previous is None and not self.is_nested and half_copies and half_copies.copies:
-                half_copies.write_back(swapper.writes)
+            if previous is None and not self.is_nested and slot_copies and slot_copies.copies:
+                slot_copies.write_back(swapper.writes)
         finally:
             if self in swapper.swaps:
                 swapper.swaps.remove(self)
@@ -181,8 +185,8 @@ class HalfCopySwapper:
     """Swaps half copies, in `dtype`, into the slots of one model's FP32 weights, and out of them.
 
     Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
-    `at_change()` is called by `open`, and before a forward of a model that has got other parameters
-    or submodules.
+    `on_change()` is called by `open`, and when a forward begins after parameters or submodules of
+    the model were replaced.
 
     At O3 the weights are half, and a swap has no copies.  It says which modules a forward computes.
     """
@@ -192,13 +196,13 @@ class HalfCopySwapper:
         model: nn.Module,
         dtype: torch.dtype,
         stays_float: StaysFloat,
-        at_change: Callable[[], object],
+        on_change: Callable[[], object],
     ) -> None:
         self.model = model
         self.dtype = dtype
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
-        self._at_change = at_change
+        self._on_change = on_change
         self._weight_slots: dict[int, WeightSlots] = {}  # by id of the root, which they hold
         self.wants_own_nodes = False  # the next forward makes a node for each weight
         self.has_own_nodes = False  # the last forward did
@@ -217,12 +221,12 @@ class HalfCopySwapper:
 
     def close(self) -> None:
         """Put the parameters in their slots, where they stay."""
-        self.end_all()
+        self.swap_out_all()
         self._weight_slots.clear()
         if swappers.get(id(self.model)) is self:
             del swappers[id(self.model)]
 
-    def end_all(self) -> None:
+    def swap_out_all(self) -> None:
         """Put the parameters in their slots, whatever forwards run."""
         for swap in reversed(list(self.swaps)):
             swap.swap_out()
@@ -241,7 +245,7 @@ class HalfCopySwapper:
         if root is self.model:
             self._weight_slots = {id(root): weight_slots}  # without those of former submodules
             self._ids = weight_slots.weight_ids
-            self._at_change()
+            self._on_change()
         return weight_slots
 
     def weight_ids(self) -> set[int]:
@@ -264,27 +268,27 @@ class HalfCopySwapper:
     def swap_in(self, call: Call, root: nn.Module) -> None:
         """Swap copies in until `call`, of the model or of a submodule, ends."""
         if REPLICA in vars(root):
-            put_in_replica(self.model, root, self.dtype, self._stays_float)
+            cast_replica(self.model, root, self.dtype, self._stays_float)
             return
         call.swap = swap = Swap(self)
         self.claim_slots(swap)
         swap.weight_slots = weight_slots = self.slots_below(root)
-        swap.half_copies = half_copies = HalfCopies(weight_slots, self.dtype, self.wants_own_nodes)
+        swap.slot_copies = slot_copies = SlotCopies(weight_slots, self.dtype, self.wants_own_nodes)
         self.has_own_nodes = self.wants_own_nodes
         if weight_slots.weight_ids:
-            swap.swap_in(half_copies)
+            swap.swap_in(slot_copies)
         else:  # at O3, and in FP32 submodules
             swap.is_swapped_in = True
 
     def swap_in_traced(self, root: nn.Module) -> TracedSlots | None:
-        """As `swap_in`, while Dynamo traces.  It guards on what it reads: slots are searched anew.
+        """As `swap_in`, while Dynamo traces.  None: no slot gets a copy.
 
-        None: no slot gets a copy.
+        It searches the slots each time, because Dynamo guards on what it reads.
         """
         if not self._ids:
             return None
         slots = float_slots(slots_of(parameter_dicts(root, self._stays_float)), self._excluded_ids)
-        put_in_traced(slots, self.dtype)
+        put_while_traced(slots, self.dtype)
         return TracedSlots(slots)
 
     def claim_slots(self, swap: Swap) -> None:
@@ -294,10 +298,10 @@ class HalfCopySwapper:
         """
         current = get_ident()
         if self.claim.setdefault("thread", current) != current:
-            raise AmpatchError(self._refusal())
+            raise AmpatchError(self._two_threads_message())
         self.swaps.append(swap)
 
-    def _refusal(self) -> str:
+    def _two_threads_message(self) -> str:
         name = type(self.model).__name__
         return (
             f"{name}: a forward, or one of a submodule, begins in thread "
@@ -321,10 +325,10 @@ class TracedSlots:
 
 
 def _forget_other_threads() -> None:
-    """In the child of a fork, which has one thread; new ones may get the numbers of the others."""
+    """In the child of a fork: other threads are gone, and new ones may get their idents."""
     for swapper in list(swappers.values()):
         if swapper.claim.get("thread") not in (None, get_ident()):
-            swapper.end_all()
+            swapper.swap_out_all()
             swapper.claim.clear()
 
 

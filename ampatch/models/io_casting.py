@@ -35,8 +35,7 @@ class InputCasts:
     def write_back(self) -> None:
         """The forward has ended: write into the caller's inputs what it wrote into their casts."""
         for tensor, cast, node in self.tensors.values():
-            # An inference tensor cannot be written outside of that mode, and its cast begins with
-            # a version of 1.  In that mode casts have no version.
+            # Inference tensors cannot be written outside of their mode, and have no version in it.
             if not (tensor.is_inference() or cast.is_inference()) and cast._version:
                 _write_into(tensor, cast, in_graph=cast.grad_fn is not node)
         if self.containers:
@@ -72,7 +71,7 @@ class ModelInputs:
         """The arguments for the forward; `casts` records what to write back after it."""
         if casts is not None:
             casts.tensors, casts.containers = {}, []
-        if casts is None or is_recording():  # traced by Dynamo, or by another recorder
+        if casts is None or is_recording():  # Dynamo, or another tracer, records the call
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -84,15 +83,15 @@ class ModelInputs:
             position += 1
             return self._cast_tensor(tensor, position, casts)
 
-        def converted(value: Any) -> Any:
+        def convert_value(value: Any) -> Any:
             if type(value) in (list, tuple) and _are_annotations(value):
                 self._on_float_input()
                 return value
             return map_tensors(value, convert_next, casts.containers)
 
-        args = tuple(map(converted, args))
+        args = tuple(map(convert_value, args))
         if kwargs:
-            kwargs = {name: converted(value) for name, value in kwargs.items()}
+            kwargs = {name: convert_value(value) for name, value in kwargs.items()}
         return args, kwargs
 
     def _cast_tensor(self, tensor: Tensor, position: int, casts: InputCasts) -> Tensor:
@@ -110,7 +109,7 @@ class ModelInputs:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
             if cast is None and self._stays_float(tensor, position):
                 return tensor
-        if cast is None:  # the first input is clamped too, as its recompute will be
+        if cast is None:  # the first input is clamped too: in a recompute it is no longer the first
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
@@ -128,7 +127,7 @@ class ModelInputs:
         if numbers is None or not numbers.numel():
             return False
         smallest, largest = torch.aminmax(numbers)
-        if type(smallest) is not Tensor:  # a mode of the caller's computes without values
+        if type(smallest) is not Tensor:  # under a mode of the caller's that computes no values
             return False
         low: Any = smallest.tolist()
         high: Any = largest.tolist()

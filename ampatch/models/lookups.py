@@ -26,19 +26,20 @@ _to_float = caster(torch.float32)
 class Lookup(dict):
     """Stands for `_parameters` of an embedding while the model's forward runs.
 
-    The half copy is made when the weight is read.  From then on the module has its own dict again,
-    with the copy in it.  All forwards use the same `Lookup`, since Dynamo guards on its identity.
+    The half copy is made when the weight is read.  From then on the module has its previous dict
+    (`module_params`) again, with the copy in it.  All forwards use the same `Lookup`, because
+    Dynamo guards on its identity.
     """
 
     dtype: torch.dtype
     grad_mode: bool
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.own: dict[str, Any] = vars(module)[PARAMETERS]
-        super().__init__(self.own)
+        self.module_params: dict[str, Any] = vars(module)[PARAMETERS]
+        super().__init__(self.module_params)
         self.module = module
         self.name = name
-        self.parameter: Tensor = self.own[name]
+        self.parameter: Tensor = self.module_params[name]
         self.half_copy: Tensor | None = None
         self.on_copy: Callable[[Tensor, Tensor], object] | None = None
 
@@ -47,53 +48,53 @@ class Lookup(dict):
     ) -> None:
         """Stand in the module; `on_copy(parameter, copy)` is called when the copy is made.
 
-        `copy`: the one that this forward has made already, for a recompute; it goes into the slot.
+        `copy`: that of the forward, if a recompute swaps in again; it goes into the slot at once.
         What others have put in the module stays.
         """
-        attributes, own = vars(self.module), self.own
-        if attributes.get(PARAMETERS) is not own or own.get(self.name) is not self.parameter:
+        attributes, params = vars(self.module), self.module_params
+        if attributes.get(PARAMETERS) is not params or params.get(self.name) is not self.parameter:
             return
         self.dtype, self.half_copy, self.on_copy = dtype, copy, on_copy
         self.grad_mode = torch.is_grad_enabled()
         if copy is None:
             attributes[PARAMETERS] = self
         else:
-            own[self.name] = copy
+            params[self.name] = copy
 
     def swap_out(self, on_copy: Callable[[Tensor, Tensor], object]) -> None:
         """Undo `swap_in`, if it was called with this `on_copy`.  May be called again."""
         if self.on_copy != on_copy:
             return
-        if self.half_copy is not None and self.own.get(self.name) is self.half_copy:
-            self.own[self.name] = self.parameter
+        if self.half_copy is not None and self.module_params.get(self.name) is self.half_copy:
+            self.module_params[self.name] = self.parameter
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
-            attributes[PARAMETERS] = self.own
+            attributes[PARAMETERS] = self.module_params
         self.half_copy = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The result, in half, of `forward` (the class's own) with the FP32 weight."""
         if kwargs or len(args) > 1:  # perhaps `per_sample_weights`
             args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
-        output = forward(_WithWeight(self.module, self.name, self.parameter), *args, **kwargs)
+        output = forward(_ModuleWithWeight(self.module, self.name, self.parameter), *args, **kwargs)
         return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 
     def _with_copy(self) -> dict[str, Any]:
-        """The module's own dict, with the copy in it while this object stands in the module."""
+        """`module_params`, with the copy in it while this object stands in the module."""
         if is_dynamo_compiling() or is_recording():  # the cast is a node of the recorded graph
-            return {**self.own, self.name: self.parameter.to(self.dtype)}
+            return {**self.module_params, self.name: self.parameter.to(self.dtype)}
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             if self.half_copy is None:
-                own_node = not self.module.sparse  # an own node takes no sparse gradients
+                own_node = not self.module.sparse  # such a node takes no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
                     [copy] = cast_weights([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
                 self.half_copy = copy
-            self.own[self.name] = self.half_copy
-            attributes[PARAMETERS] = self.own
-        return self.own
+            self.module_params[self.name] = self.half_copy
+            attributes[PARAMETERS] = self.module_params
+        return self.module_params
 
     def __iter__(self) -> Iterator[str]:  # without it `dict(lookup)` does not ask for values
         return iter(self._with_copy())
@@ -110,13 +111,13 @@ def _delegating(name: str) -> Callable:
 
 
 for _name in (
-    *("__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__"),
-    *("clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
-):
+    "__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__",
+    "clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values",
+):  # fmt: skip
     setattr(Lookup, _name, _delegating(_name))
 
 
-class _WithWeight:
+class _ModuleWithWeight:
     """The `self` of a module's `forward`, with another tensor for one parameter."""
 
     def __init__(self, module: nn.Module, name: str, weight: Tensor) -> None:

@@ -37,12 +37,12 @@ from .sharded_weights import checked_shards, sharded_parameters
 from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
-_SHOWN = 5  # weights named in a warning
+_NAMES_SHOWN = 5  # names of weights in a warning
 
 SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
-"""Modules and names of parameters, by the ids of these.
+"""By the id of a parameter: its module, and its name there.
 
-Python reuses the id of a parameter that is gone: compare the parameter in the slot.  A weak
+Python reuses the id of a deleted parameter, so compare with the parameter in the slot.  A weak
 reference to the parameter itself would make `torch.utils.swap_tensors` refuse it.
 """
 
@@ -92,12 +92,13 @@ class ManagedModel:
         self._stays_float: StaysFloat = lambda module: False
         self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.slots: SlotsById = {}  # parameters whose calls are cast outside forwards
+        self.slots: SlotsById = {}  # of parameters: calls with them are cast outside forwards too
         self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
         self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since the last `warn_of_lost_frame`
-        self._has_warned_of_block = self._has_warned_of_forward = False
+        self._has_warned_of_user_block = False
+        self._has_warned_of_lost_frame = False
         self._use_order: WeightUseOrder | None = None
         if policy is not None:
             self._use_order = WeightUseOrder(model, policy.half_to)
@@ -156,13 +157,14 @@ class ManagedModel:
             if parameter.requires_grad and parameter.dtype in HALF_DTYPES
         ]
         if half_names:
+            left = len(half_names) - _NAMES_SHOWN
             logger.warning(
                 "%s: these trainable weights were given in half and are trained in half, without "
                 "FP32 master weights: %s%s. For master weights call model.float() before "
                 "ampatch.initialize.",
                 type(self.model).__name__,
-                ", ".join(half_names[:_SHOWN]),
-                f" and {len(half_names) - _SHOWN} more" if len(half_names) > _SHOWN else "",
+                ", ".join(half_names[:_NAMES_SHOWN]),
+                f" and {left} more" if left > 0 else "",
             )
 
     def has_half_copy(self, parameter: Tensor) -> bool:
@@ -179,16 +181,12 @@ class ManagedModel:
         """Ids of the tensors whose dtype is changed."""
         return set(self.conversions.entries)
 
-    def overridden(self) -> set[nn.Module]:
-        """The submodules that run in a precision of their own."""
-        return {override.module for override in self._overrides}
-
     def forget_originals(self) -> None:
-        """Let go of the unconverted values."""
+        """Drop the unconverted values."""
         self.conversions.forget_originals()
 
     def install(self) -> None:
-        """Give the model, its overridden submodules and those that can be called frames."""
+        """Put in the frames of the model and of submodules, overridden or called from outside."""
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
@@ -221,9 +219,9 @@ class ManagedModel:
                 self._initial_slots[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
-        """Take frames and conversions out.  No reference to the model stays in a cycle.
+        """Take frames and conversions out, and leave no reference cycle through the model.
 
-        Else its weights, and their gradients, would stay in memory until Python looks for cycles.
+        A cycle would keep weights and gradients in memory until Python collects garbage.
         """
         for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
@@ -272,17 +270,18 @@ class ManagedModel:
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """The model is called.  None: it is a submodule of a model whose forward runs."""
-        enclosing, self._was_called = None, True
+        self._was_called = True
         if self._state.threads_in_modes and is_mode_on():
             with without_modes():
                 return self.enter(call, module, args, kwargs)
+        enclosing = None
         if thread_calls.stack and self.swapper is not None:
             enclosing = enclosing_swap(module)
             if enclosing is not None and enclosing.swapper is not self.swapper:
                 return None
-        return self.enter_with(self._inputs, call, module, args, kwargs, enclosing)
+        return self.enter_with_inputs(self._inputs, call, module, args, kwargs, enclosing)
 
-    def enter_with(
+    def enter_with_inputs(
         self,
         inputs: ModelInputs | None,
         call: Call,
@@ -295,11 +294,12 @@ class ManagedModel:
 
         `enclosing`: the swap of the forward in which the model calls itself.
         """
-        state, swapper, casts = self._state, self.swapper, None
+        state, swapper = self._state, self.swapper
+        casts = None
         if inputs is not None:
             casts = InputCasts()
             args, kwargs = inputs.cast(args, kwargs, casts)
-        policy = self.policy  # read now: inputs that stay FP32 change it, and so may `swap_in`
+        policy = self.policy  # after the casts: inputs that stay FP32 replace it, and `swap_in` may
         has_casts = casts is not None and (casts.tensors or casts.containers)
         if not (has_casts or swapper or policy or state.process_policy or thread_calls.stack):
             return args, kwargs
@@ -315,8 +315,8 @@ class ManagedModel:
         if policy is None and swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
-            if swapper is not None and not self._has_warned_of_block:
-                self._warn_of_settings()
+            if swapper is not None and not self._has_warned_of_user_block:
+                self._warn_of_user_block()
             state.set_policy(call, *state.policy_of_forward(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
@@ -327,11 +327,11 @@ class ManagedModel:
         return args, kwargs
 
     def exit(self, call: Call) -> None:
-        """A call has ended.  What it wrote into its inputs is written into the caller's objects."""
+        """A call has ended: write what it wrote into cast inputs into the caller's objects."""
         if self._state.threads_in_modes and is_mode_on():
             with without_modes():
                 return self.exit(call)
-        if call.owner is not None:  # else it has not begun
+        if call.owner is not None:  # else `enter` has not put it on the stack
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
@@ -361,10 +361,10 @@ class ManagedModel:
         )
         if enclosing is not None and enclosing.swapper is not self.swapper:
             return forward(module, *args, **kwargs)
-        output = self.run_traced_with(self._inputs, forward, module, args, kwargs)
+        output = self.run_traced_with_inputs(self._inputs, forward, module, args, kwargs)
         return output if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
-    def run_traced_with(
+    def run_traced_with_inputs(
         self,
         inputs: ModelInputs | None,
         forward: Callable,
@@ -372,8 +372,13 @@ class ManagedModel:
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """As `enter_with`, and the forward.  Sets few attributes: strict export warns of each."""
-        state, policy, is_setting, slots = self._state, self.policy, True, None
+        """As `enter_with_inputs`, then the forward.
+
+        It sets few attributes, because strict export warns of each.
+        """
+        state, policy = self._state, self.policy
+        sets_policy = True
+        slots = None
         if inputs is not None:
             args, kwargs = inputs.cast(args, kwargs, None)
         if self.swapper is not None and not is_fx_traced(args, kwargs):
@@ -381,7 +386,7 @@ class ManagedModel:
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, is_setting = state.policy_of_forward(policy)
+            policy, _, sets_policy = state.policy_of_forward(policy)
         if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
@@ -390,7 +395,7 @@ class ManagedModel:
             state.enter(call, self)
             call.traced_swap = slots
             call.computes_in = None if self._submodules is None else self.in_dtype
-            state.set_policy(call, policy, (), is_setting)
+            state.set_policy(call, policy, (), sets_policy)
             return forward(module, *args, **kwargs)
         finally:
             state.exit(call)
@@ -399,15 +404,14 @@ class ManagedModel:
         """Warn once that the model is not cast any more, if its own frame is not called any more.
 
         The script has replaced `forward`, and a `scale_loss` block for the parameters `trained`
-        begins.  The new `forward` may call the frame: then the frame was called since the last
-        block that trains the model.
+        begins.  A new `forward` that calls the frame still casts, and sets `_was_called`.
         """
         if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
             return
-        if self._was_called or self._has_warned_of_forward:
+        if self._was_called or self._has_warned_of_lost_frame:
             self._was_called = False
             return
-        self._has_warned_of_forward = True
+        self._has_warned_of_lost_frame = True
         logger.warning(
             "%s.forward was replaced or deleted after ampatch.initialize, and the one it has now "
             "does not call the earlier one: the model is not cast any more. Replace it, or take "
@@ -415,23 +419,25 @@ class ManagedModel:
             type(self.model).__name__,
         )
 
-    def _warn_of_settings(self) -> None:
+    def _warn_of_user_block(self) -> None:
+        """Warn once that `disable_casts` and `precision` do not change half weights."""
         if not any(call.kind == USER_BLOCK for call in thread_calls.stack):
             return
-        self._has_warned_of_block = True
+        self._has_warned_of_user_block = True
         logger.warning(
             "%s is called in a block of ampatch.disable_casts() or ampatch.precision(), which is "
             "about casts of calls: at %s weights and inputs are half, and nothing changes. For a "
             "forward in FP32: ampatch.unwrap(model)(...). For submodules in FP32: "
             'overrides={"name.of.the.module": "float"}.',
-            *(type(self.model).__name__, self.properties.opt_level),
+            type(self.model).__name__,
+            self.properties.opt_level,
         )
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Context manager: a framework runs code outside the forward that calls submodules.
+        """Context manager for a framework's step, which calls submodules outside of forwards.
 
-        At levels without half weights it changes nothing.
+        It changes nothing for a model that is not half.
         """
         if self._submodules is None:
             yield
@@ -462,7 +468,7 @@ class ManagedModel:
         )
 
     def _record_device(self, devices: set[str]) -> None:
-        """The model may have moved since: cast where it lives now."""
+        """Cast on the device of the model, which may have moved since the last call."""
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
             devices.add(parameter.device.type)

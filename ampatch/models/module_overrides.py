@@ -1,6 +1,6 @@
 """Which submodules run in another precision than their model, and what casts for them.
 
-Of several rules in `overrides` that name a module the last one given wins.
+If several keys of `overrides` name a module, the last of them wins.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NO
 class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
-    Its results have the precision of the override around it; without one they have `out_dtype`
-    (None: they are left as they are).  It is the `Scope` of the submodule's frame.
+    Its results get the precision of the override around it, or `out_dtype` if there is none around
+    it (None: they are left as they are).  It is the `Scope` of the submodule's frame.
     """
 
     def __init__(
@@ -136,19 +136,21 @@ def scripted_submodules(model: nn.Module) -> dict[str, nn.Module]:
     return scripted
 
 
-def matching(model: nn.Module, rules: list[tuple[ModuleKey, str]]) -> dict[nn.Module, str]:
-    """The precision of each submodule that a rule names.
+def overridden_submodules(
+    model: nn.Module, overrides: list[tuple[ModuleKey, str]]
+) -> dict[nn.Module, str]:
+    """The precision of each submodule that a key of `overrides` names.
 
-    A module without a forward (a list or dict of modules) is not called: a rule that names it names
+    A module without a forward (a list or dict of modules) is not called: a key that names it names
     each module in it.  The class of the model may stand in front of a path (`"Net.gate"`).
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     prefix = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
-    names = {key: _named(key, prefix, submodules) for key, _ in rules}
+    names = {key: _named(key, prefix, submodules) for key, _ in overrides}
     precision_of: dict[nn.Module, str] = {}
     for name, module in submodules.items():
         covered_by = {name, *_containers_of(name, submodules)}
-        for key, precision in rules:
+        for key, precision in overrides:
             if covered_by & names[key]:
                 precision_of[module] = precision
     return precision_of
@@ -168,15 +170,15 @@ def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]
 
 
 def precisions(
-    model: nn.Module, rules: list[tuple[ModuleKey, str]], properties: Properties
+    model: nn.Module, overrides: list[tuple[ModuleKey, str]], properties: Properties
 ) -> tuple[dict[nn.Module, str], StaysFloat]:
     """The precisions of submodules that differ from their model's; which modules stay FP32.
 
-    Rules name them.  Half models also have InstanceNorm with running statistics (on half input its
-    kernel loses updates of these) and the parametrization `orthogonal` (torch has no half kernels
-    of its functions; those of `matrix_exp` on the CPU give inf and NaN).
+    `overrides` name them.  In half models InstanceNorm with running statistics stays FP32 too (on
+    half input its kernel loses updates of these), and so does the parametrization `orthogonal`
+    (torch has no half kernels of its functions; those of `matrix_exp` on the CPU give inf and NaN).
     """
-    precision_of = matching(model, rules)
+    precision_of = overridden_submodules(model, overrides)
     if properties.uses_half_copies:
         _refuse_scripted_submodules(model, properties)
     is_half = properties.cast_model_type in HALF_DTYPES
@@ -211,10 +213,12 @@ def _stays_float(
             floats.update(module.modules())
         elif precision_of.get(module) == "half":
             floats.difference_update(module.modules())
-    keeps, at_o2 = properties.keeps_norms, properties.uses_half_copies
+    keeps_norms, at_o2 = properties.keeps_norms, properties.uses_half_copies
     return lambda module: (
         module in floats
-        or (keeps and has_statistics(module) and (at_o2 or precision_of.get(module) != "half"))
+        or (
+            keeps_norms and has_statistics(module) and (at_o2 or precision_of.get(module) != "half")
+        )
     )
 
 

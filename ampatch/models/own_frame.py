@@ -8,12 +8,12 @@ call, whatever exception passes.  A `Scope` says what is done around the call: `
 A module may have several frames, one around the other.  Deep copies, pickles, scripted modules and
 copies of the attributes have none.  `copy.copy(module)` has frames of its own with the same scopes,
 and a replica of `nn.DataParallel` has those of its module.  If the script sets another `forward`
-later, that stays; it has the casts if it calls the earlier one, as accelerate's does.
+later, that stays.  Calls of it are cast if it calls the earlier one, as accelerate's does.
 
 torch.compile runs the frame eagerly, and compiles what the frame calls.  The `forward` of torch's
 own modules is an exception: Dynamo compiles it only as part of a caller that is not torch's, so the
-frame of such a module is traced too.  Dynamo compiles one code object only a few times: that frame
-has a code object of its own.
+frame of such a module is traced too.  It has a code object of its own, because Dynamo compiles one
+code object only a few times.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OwnFrame:
         self.previous: Any = _MISSING  # the instance's `forward` before this frame
         self.inner: Callable | None = None  # what the frame calls: see `_inner_forward`
         self.method: Any = _MISSING  # the instance's `forward` now
-        self.copied_to: weakref.WeakSet[OwnFrame] = weakref.WeakSet()  # of `copy.copy(module)`
+        self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()  # by `copy.copy`
 
     def put(self) -> None:
         """Set the module's `forward` to the frame, around the present one."""
@@ -120,17 +120,17 @@ class OwnFrame:
             self.inner = self.previous.__func__
         else:
             self.inner = _inner_forward(module, self.previous)
-        self.method = _method(self, module)
+        self.method = _frame_method(self, module)
         frames.append(self)  # first: Ctrl-C may strike at any moment
         attributes[_FORWARD] = self.method
 
     def put_on_model(self, level: str) -> None:
         """As `put`.  Raises `AmpatchError` where Python would not call the frame."""
         self.put()
-        kind = type(self.module)
-        if isinstance(inspect.getattr_static(kind, _FORWARD, None), property):
+        cls = type(self.module)
+        if isinstance(inspect.getattr_static(cls, _FORWARD, None), property):
             raise AmpatchError(
-                f"ampatch.initialize(opt_level={level!r}): {kind.__name__} has a property for its "
+                f"ampatch.initialize(opt_level={level!r}): {cls.__name__} has a property for its "
                 "forward, which hides the one that casts. Nothing was changed. Make forward a "
                 "method that calls what the property gives."
             )
@@ -145,7 +145,7 @@ class OwnFrame:
         Code that has kept the frame's method calls the previous `forward` through it.
         """
         self.scope = None
-        for frame in list(self.copied_to):
+        for frame in list(self.frames_of_copies):
             frame.take_out()
         if (module := self.module) is None:
             return
@@ -167,7 +167,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return vars(module)
 
 
-def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
+def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scope, inner = frame.scope, frame.inner or type(self).forward
         if scope is None:  # the frame was taken out, and the script has kept its method
@@ -203,16 +203,16 @@ def _method(frame: OwnFrame, module: nn.Module) -> MethodType:
         )
     if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
-    # accelerate takes `__wrapped__` and makes a method of it: so that is the frame's function too
-    twin = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
-    forward.__wrapped__ = twin  # type: ignore[attr-defined]
+    # accelerate makes a method of `__wrapped__`: a function with the same code keeps the casts.
+    wrapped = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
+    forward.__wrapped__ = wrapped  # type: ignore[attr-defined]
     return MethodType(forward, module)
 
 
 def _inner_forward(module: nn.Module, previous: Any) -> Callable | None:
     """What the frame calls, with the module and the arguments.  None: the `forward` of the class.
 
-    The frame looks that up at each call, since the one of `nn.Embedding` is replaced later.
+    The frame looks up that one at each call, because that of `nn.Embedding` is replaced later.
     """
     if previous is not _MISSING:
         return lambda self, *args, **kwargs: previous(*args, **kwargs)
@@ -221,12 +221,12 @@ def _inner_forward(module: nn.Module, previous: Any) -> Callable | None:
 
 
 def _call_forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call what `module.forward` is without a frame, where that is no plain function."""
-    kind: Any = type(module)
+    """Call the `forward` of a class that defines it as something else than a plain function."""
+    cls: Any = type(module)
     try:
-        forward = inspect.getattr_static(kind, _FORWARD).__get__(module, kind)
+        forward = inspect.getattr_static(cls, _FORWARD).__get__(module, cls)
     except AttributeError:  # a TorchScript module gives it by `__getattr__`
-        forward = kind.__getattr__(module, _FORWARD)
+        forward = cls.__getattr__(module, _FORWARD)
     return forward(*args, **kwargs)
 
 
@@ -240,17 +240,17 @@ def _set_forward(attributes: dict[str, Any], forward: Any) -> None:
 class SubmoduleFrames:
     """The frames of a model's submodules, which are out while the model's own forward runs.
 
-    There they would cost time in each submodule's call and hide the submodules from Dynamo, and
-    submodules that are computed in other threads would begin calls of their own.
+    Frames that stayed in would slow each submodule's call and hide submodules from Dynamo, and
+    submodules that other threads compute would begin calls of their own.
     """
 
     def __init__(self) -> None:
         self._frames: list[OwnFrame] = []
-        self._attributes: list[dict[str, Any]] = []  # of modules that had no `forward` of their own
+        self._attributes: list[dict[str, Any]] = []  # `vars` of modules without another `forward`
         self._methods: list[Any] = []  # the frames' methods in these modules
 
     def install(self, modules: Collection[nn.Module], scope: Scope) -> None:
-        """Give frames to these modules, and take those of all others out for good."""
+        """Give frames to these modules, and take out for good the frames of all others."""
         for frame in self._frames:
             if frame.module not in modules:
                 frame.take_out()
@@ -302,15 +302,15 @@ def copying_methods() -> list[Replacement]:
             if isinstance(reduced, str):
                 return self
             make, args, *state = reduced
-            twin = make(*args)
+            copied = make(*args)
             if state and state[0] is not None:
-                twin.__setstate__(state[0])
-            if _outermost(self) is not None and vars(twin) is not vars(self):
+                copied.__setstate__(state[0])
+            if _outermost(self) is not None and vars(copied) is not vars(self):
                 for frame in vars(self)[_FRAMES]:
-                    copied = OwnFrame(twin, frame.scope)
-                    frame.copied_to.add(copied)
-                    copied.put()
-            return twin
+                    new_frame = OwnFrame(copied, frame.scope)
+                    frame.frames_of_copies.add(new_frame)
+                    new_frame.put()
+            return copied
 
         return __copy__
 
@@ -321,7 +321,7 @@ def copying_methods() -> list[Replacement]:
             if (frame := _outermost(self)) is not None:
                 attributes = _attributes_of(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
-                # A bound method is a cycle: each step's weights would wait for Python's search.
+                # A bound method would be a cycle, and keep the weights until Python collects it.
                 forward, ref = frame.method.__func__, weakref.ref(replica)
                 attributes[_FORWARD] = lambda *args, **kwargs: forward(ref(), *args, **kwargs)
             return replica
@@ -334,7 +334,7 @@ def copying_methods() -> list[Replacement]:
 
 
 @contextlib.contextmanager
-def removed_frames(root: nn.Module) -> Iterator[None]:
+def without_frames(root: nn.Module) -> Iterator[None]:
     """Context manager: `root` and its submodules have no frames, for code that compiles them."""
     framed = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
     forwards = [attributes.get(_FORWARD, _MISSING) for attributes in framed]

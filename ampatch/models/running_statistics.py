@@ -2,7 +2,7 @@
 
 An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
 skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
-values that are inf or NaN are set to those after the step before, or to those loaded since.
+values that are inf or NaN are replaced by those after the step before, or by those loaded since.
 Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
 
 The values are recorded after each step, not around the forward: submodules may be called by

@@ -18,7 +18,9 @@ from .half_copy_slots import StaysFloat
 
 def sharded_parameters(model: nn.Module) -> set[int]:
     """Ids of the parameters that FSDP2 has sharded."""
-    return {id(shard.parameter) for each in shardings(model) for shard in each.sharded_params}
+    return {
+        id(shard.parameter) for sharding in shardings(model) for shard in sharding.sharded_params
+    }
 
 
 def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
@@ -66,11 +68,11 @@ def _refuse_computation(
     if stays_float(shard.module):
         if dtype is torch.float32:
             return
-        kind = type(shard.module).__name__
+        class_name = type(shard.module).__name__
         raise AmpatchError(
             f"ampatch: {_path(shard)} stays FP32 at opt_level={properties.opt_level!r}, and "
             f"fully_shard computes with it in {dtype}, the precision of the module that was "
-            f"sharded with it. Shard the {kind} first, by itself and without a policy: "
+            f"sharded with it. Shard the {class_name} first, by itself and without a policy: "
             "fully_shard(submodule), then the modules around it."
         )
     if dtype is half or (policy.param_dtype is torch.float32 and not is_root):

@@ -32,11 +32,11 @@ class Root(Protocol):
 
     def inputs_of(self, submodule: str = "") -> ModelInputs: ...
 
-    def enter_with(
+    def enter_with_inputs(
         self, inputs: ModelInputs, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]: ...
 
-    def run_traced_with(
+    def run_traced_with_inputs(
         self, inputs: ModelInputs, forward: Callable, module: nn.Module, args: tuple, kwargs: dict
     ) -> Any: ...
 
@@ -60,8 +60,8 @@ class SubmoduleCalls:
         self._inputs: dict[int, ModelInputs] = {}
         self.frames = SubmoduleFrames()
 
-    def install(self, swapped: Collection[int]) -> None:
-        """Give frames to submodules with half weights, or with half copies of some in `swapped`.
+    def install(self, swapped_ids: Collection[int]) -> None:
+        """Give frames to submodules with half weights; at O2 to those of weights in `swapped_ids`.
 
         Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
         FP32 are cast by their overrides alone.
@@ -72,7 +72,7 @@ class SubmoduleCalls:
             if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
                 continue
             if any(
-                id(param) in swapped if self._uses_half_copies else param.dtype in HALF_DTYPES
+                id(param) in swapped_ids if self._uses_half_copies else param.dtype in HALF_DTYPES
                 for param in module.parameters()
             ):
                 modules[module] = name
@@ -86,7 +86,7 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """A submodule is called.  None: in a forward, or it is a managed model, or a copy."""
+        """A submodule is called.  None: inside a forward, or it is a managed model or a copy."""
         inputs = self._inputs.get(id(module))
         if (
             inputs is None
@@ -95,7 +95,7 @@ class SubmoduleCalls:
             or is_fx_traced(args, kwargs)
         ):
             return None
-        return self._root.enter_with(inputs, call, module, args, kwargs)
+        return self._root.enter_with_inputs(inputs, call, module, args, kwargs)
 
     def exit(self, call: Call) -> None:
         """The call has ended."""
@@ -122,5 +122,5 @@ class SubmoduleCalls:
         ):
             return forward(module, *args, **kwargs)
         return self.convert_output(
-            self._root.run_traced_with(inputs, forward, module, args, kwargs)
+            self._root.run_traced_with_inputs(inputs, forward, module, args, kwargs)
         )

@@ -17,19 +17,19 @@ from ..torch_private.dtensors import local_of
 from ..torch_private.torch_functions import unhandled
 
 
-def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None = None) -> Any:
+def map_tensors(value: Any, convert: Callable[[Any], Any], copies: list | None = None) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples, namedtuples and dataclasses;
     anything else is returned as it is, and so is a container in which nothing changed.
-    `copied` gets an entry for each list and mutable mapping that is copied: the original, the copy,
+    `copies` gets an entry for each list and mutable mapping that is copied: the original, the copy,
     and another copy of its items.
     """
     if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, (list, tuple)):
         listed = [
-            convert(item) if isinstance(item, Tensor) else map_tensors(item, convert, copied)
+            convert(item) if isinstance(item, Tensor) else map_tensors(item, convert, copies)
             for item in value
         ]
         if all(map(operator.is_, listed, value)):
@@ -37,19 +37,19 @@ def map_tensors(value: Any, convert: Callable[[Any], Any], copied: list | None =
         if hasattr(value, "_fields"):
             return type(value)(*listed)
         mapped = type(value)(listed)
-        if copied is not None and isinstance(value, list):
-            copied.append((value, mapped, listed))
+        if copies is not None and isinstance(value, list):
+            copies.append((value, mapped, listed))
         return mapped
     if isinstance(value, Mapping):
-        items = {key: map_tensors(item, convert, copied) for key, item in value.items()}
+        items = {key: map_tensors(item, convert, copies) for key, item in value.items()}
         if all(items[key] is value[key] for key in items):
             return value
         mapped = _with_items(value, items)
-        if copied is not None and isinstance(value, MutableMapping):
-            copied.append((value, mapped, items))
+        if copies is not None and isinstance(value, MutableMapping):
+            copies.append((value, mapped, items))
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, convert, copied)
+        return _map_dataclass(value, convert, copies)
     return value
 
 
@@ -68,12 +68,11 @@ def _with_items(value: Any, items: dict) -> Any:
     return mapped
 
 
-def _map_dataclass(value: Any, convert: Callable, copied: list | None) -> Any:
-    old = {
-        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
-    }
-    items = {name: map_tensors(item, convert, copied) for name, item in old.items()}
-    if all(items[name] is old[name] for name in items):
+def _map_dataclass(value: Any, convert: Callable, copies: list | None) -> Any:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    before = {name: getattr(value, name) for name in names}
+    items = {name: map_tensors(item, convert, copies) for name, item in before.items()}
+    if all(items[name] is before[name] for name in names):
         return value
     mapped = copy.copy(value)
     for name, item in items.items():

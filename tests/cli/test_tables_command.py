@@ -52,7 +52,9 @@ def test_text_and_json_hold_every_row(here):
     assert shown == {(r.where, name, r.rule.value) for r in rows for name in r.names}
     assert tables["torch"] == torch.__version__
     assert tables["missing"] == content.missing()
-    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(content.PARTS)
+    assert {(entry["where"], entry["name"]) for entry in tables["beside"]} == set(
+        content.BESIDE_TABLES
+    )
     assert set(content.RULES) == set(Rule)  # each has its legend
     text = " ".join(here("tables").stdout.split())
     for row in rows:
@@ -63,7 +65,7 @@ def test_text_and_json_hold_every_row(here):
 def test_what_is_patched_beside_the_tables_is_named():
     patched = {(where, name) for where, name, _ in special_ops.module_functions(CastState())}
     by_another_name = ("torch.utils.checkpoint", "checkpoint")  # what it calls is patched
-    assert set(content.PARTS) == patched | {by_another_name}
+    assert set(content.BESIDE_TABLES) == patched | {by_another_name}
 
 
 @pytest.mark.parametrize(

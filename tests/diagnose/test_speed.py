@@ -77,7 +77,7 @@ def test_verdicts_and_figures(ratio, low, high, verdict, figure):
 
 def test_torch_is_measured_and_not_the_casts(monkeypatch):
     ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    monkeypatch.setattr(speed, "ROUNDS", 3)
+    monkeypatch.setattr(speed, "MIN_ROUNDS", 3)
     monkeypatch.setattr(speed, "MAX_SECONDS", 0)
     seen = []
     find = speed.operations

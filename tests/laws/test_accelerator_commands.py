@@ -121,7 +121,7 @@ def test_a_trial_does_not_end_while_a_thread_drops_what_it_held_for_a_backward_p
 
 
 def test_doctor_names_and_times_the_device(monkeypatch):
-    monkeypatch.setattr(speed, "ROUNDS", 3)
+    monkeypatch.setattr(speed, "MIN_ROUNDS", 3)
     monkeypatch.setattr(speed, "MAX_SECONDS", 0)
     calls = []
 

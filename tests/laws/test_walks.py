@@ -1,4 +1,4 @@
-"""The two walks in docs/design.md name every file of ampatch that a training step enters."""
+"""The walks in docs/design.md name every file of ampatch that a training step enters."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def forward_and_backward(model: nn.Module, *_: object) -> None:
 WALKS = {
     "The walk of a block": (block_and_step, "O2", 7),
     "The walk of a weight": (forward_and_backward, "O1", 7),
-    "The walk of a half copy": (forward_and_backward, "O2", 4),
+    "The walk of an O2 forward": (forward_and_backward, "O2", 7),
 }
 """What is walked, at which level, and in how many steps at most."""
 

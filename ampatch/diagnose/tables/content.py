@@ -45,7 +45,7 @@ RULES = {
     "`allow_banned=False` it raises NotImplementedError.",
     Rule.REFUSE_IN_PLACE: "A call on a half tensor raises NotImplementedError.",
 }
-PARTS = {
+BESIDE_TABLES = {
     ("torch.nn.RNNBase", "check_input"): "It refuses inputs in another dtype than the weights, "
     "before the casts that make the dtypes equal.",
     ("torch.backends.mha", "get_fastpath_enabled"): "It returns False where calls are cast: "
@@ -121,5 +121,5 @@ def is_missing(where: str, name: str) -> bool:
 def missing() -> list[str]:
     """Everything that ampatch would patch and the running torch lacks."""
     rows = [f"{entry.where}.{name}" for entry in entries() for name in entry.missing]
-    parts = [f"{where}.{name}" for where, name in PARTS if is_missing(where, name)]
-    return list(dict.fromkeys(rows + parts))
+    others = [f"{where}.{name}" for where, name in BESIDE_TABLES if is_missing(where, name)]
+    return list(dict.fromkeys(rows + others))

@@ -55,12 +55,7 @@ APEX = {
 }
 """Apex's rule for a function.  Apex patched `F.cross_entropy`, ampatch patches the leaf below."""
 
-_NEWER = (
-    "torch.fft",
-    "torch.linalg",
-    "torch.sparse",
-    "torch.special",
-)  # namespaces that are newer than apex's lists
+_NEWER = ("torch.fft", "torch.linalg", "torch.sparse", "torch.special")  # than apex's lists
 
 _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()}
 
@@ -78,7 +73,7 @@ def from_apex(row: Row) -> str:
     names_by_difference: dict[str, list[str]] = {}
     for name in row.names:
         rule = None if row.where in _NEWER else _RULE_OF.get(name)
-        if rule is not _plain(row.rule):
+        if rule is not _rule_of_apex(row.rule):
             difference = "left alone" if rule is None else f"under {rule.value}"
             names_by_difference.setdefault(difference, []).append(name)
     return "; ".join(
@@ -87,6 +82,6 @@ def from_apex(row: Row) -> str:
     )
 
 
-def _plain(rule: Rule) -> Rule:
-    """The rule as apex knew it, which had no exception for `dtype=`."""
+def _rule_of_apex(rule: Rule) -> Rule:
+    """The same rule in apex, which had no exception for `dtype=`."""
     return Rule.FLOAT if rule is Rule.FLOAT_UNLESS_DTYPE else rule

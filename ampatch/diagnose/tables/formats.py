@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .content import PARTS, RULES, TITLES, Entry
+from .content import BESIDE_TABLES, RULES, TITLES, Entry
 
 _WIDTH = 88
 OTHERS = ("autocast", "apex")
@@ -43,15 +43,17 @@ WHITELIST and BLACKLIST are apex's names. This page is made by `ampatch tables -
 def write_text(entries: Iterable[Entry], missing: list[str], is_complete: bool) -> str:
     """Blocks of lines at most 88 wide; `is_complete` adds what is patched beside the tables."""
     lines: list[str] = []
-    shown = None
+    last_table = None
     for entry in entries:
-        if entry.table != shown:
+        if entry.table != last_table:
             lines += [_fill(f"{entry.table}: {TITLES[entry.table]}", 0), ""]
-            shown = entry.table
+            last_table = entry.table
         lines += [_text(entry), ""]
     if is_complete:
         lines += ["BESIDE THE TABLES", ""]
-        lines += [f"{where}.{name}\n{_fill(why, 2)}\n" for (where, name), why in PARTS.items()]
+        lines += [
+            f"{where}.{name}\n{_fill(why, 2)}\n" for (where, name), why in BESIDE_TABLES.items()
+        ]
     lacks = ", ".join(missing) if missing else "nothing of these"
     return "\n".join([*lines, _fill(f"This torch ({torch.__version__}) lacks {lacks}.", 0)])
 
@@ -86,21 +88,21 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
         usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}
-        said = f" Elsewhere:{_elsewhere(usual)}" if any(usual.values()) else ""
-        lines.append(f"\n## {table}\n\n{TITLES[table]}{said}\n")
+        elsewhere = f" Elsewhere:{_elsewhere(usual)}" if any(usual.values()) else ""
+        lines.append(f"\n## {table}\n\n{TITLES[table]}{elsewhere}\n")
         lines.append("| rule | functions | why | elsewhere |\n|---|---|---|---|")
         groups: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in rows:
-            unlike = {
+            unusual = {
                 name: getattr(entry, name) or "the same"
                 for name in OTHERS
                 if getattr(entry, name) != usual[name]
             }
-            same = (entry.rule, entry.why, _elsewhere(unlike).strip())
-            groups.setdefault(same, []).append(entry)
-        lines += [_markdown(*same, group) for same, group in groups.items()]
+            columns = (entry.rule, entry.why, _elsewhere(unusual).strip())
+            groups.setdefault(columns, []).append(entry)
+        lines += [_markdown(*columns, group) for columns, group in groups.items()]
     lines.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
-    lines += [f"| `{where}.{name}` | {why} |" for (where, name), why in PARTS.items()]
+    lines += [f"| `{where}.{name}` | {why} |" for (where, name), why in BESIDE_TABLES.items()]
     return "\n".join(lines)
 
 
@@ -115,20 +117,20 @@ def _elsewhere(texts: dict[str, str]) -> str:
 
 
 def _markdown(rule: str, why: str, elsewhere: str, group: list[Entry]) -> str:
-    """One line for the rows that differ in where alone."""
+    """One line for rows that differ only in `where`."""
     where: dict[str, list[str]] = {}
     for entry in group:
         native = "PyTorch does this itself: " if entry.native else ""
         names = native + " ".join(f"`{name}`" for name in entry.names)
         where.setdefault(names, []).append(f"`{entry.where}`")
-    functions = "; ".join(f"{names} of {', '.join(of)}" for names, of in where.items())
+    functions = "; ".join(f"{names} of {', '.join(owners)}" for names, owners in where.items())
     cells = [text.replace("_", r"\_") for text in (why, elsewhere)]
     return f"| {' | '.join([rule, functions, *cells])} |"
 
 
 def write_json(entries: Iterable[Entry], missing: list[str]) -> str:
     """An object: `torch` (version), `missing` (dotted names), `rows`, `beside`."""
-    beside = [{"where": w, "name": n, "why": why} for (w, n), why in PARTS.items()]
+    beside = [{"where": w, "name": n, "why": why} for (w, n), why in BESIDE_TABLES.items()]
     content = {
         "torch": torch.__version__,
         "missing": missing,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .packages import PACKAGES, Plugin
 
 
-class AmpatchFabricPrecision(Plugin, *(each.fabric.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
+class AmpatchFabricPrecision(Plugin, *(package.fabric.plugins.Precision for package in PACKAGES)):  # type: ignore[misc]
     """Trains with ampatch under Fabric: `Fabric(plugins=[AmpatchFabricPrecision(opt_level="O2")])`.
 
     Modules that Fabric sets up share one loss scale, as with Fabric's own mixed precision.

@@ -14,7 +14,7 @@ from ...session import facade
 from .packages import PACKAGES, Plugin
 
 
-class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACKAGES)):  # type: ignore[misc]
+class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package in PACKAGES)):  # type: ignore[misc]
     """Trains a LightningModule with ampatch: `Trainer(plugins=[AmpatchPrecision(opt_level="O2")])`.
 
     Args:
@@ -26,8 +26,8 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         TypeError, ValueError: a setting is unknown or wrong; the message names it.
     """
 
-    _plain = PACKAGES[0].trainer.plugins.Precision
-    _module: Any = None  # the managed one
+    _precision_class = PACKAGES[0].trainer.plugins.Precision
+    _module: Any = None  # the managed module
     _is_compiled = False
 
     # Begin and end
@@ -42,7 +42,7 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
                 f"{self!r} was given to Fabric. It is for a Trainer. Write "
                 "Fabric(plugins=[AmpatchFabricPrecision(...)])."
             )
-        self._plain = packages[0].trainer.plugins.Precision
+        self._precision_class = packages[0].trainer.plugins.Precision
         self._ampatch.close()
         self._ampatch.open(module)
         self._module = module
@@ -82,7 +82,7 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_before_backward`; they get the loss unscaled."""
-        return self._plain.pre_backward(self, tensor, module)
+        return self._precision_class.pre_backward(self, tensor, module)
 
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -93,21 +93,22 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Hooks `on_after_backward`."""
-        return self._plain.post_backward(self, tensor, module)
+        return self._precision_class.post_backward(self, tensor, module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Forward, backward and clipping, which are in `closure`, and the optimizer's step.
 
-        Optimizers step when the closure is done, as in Lightning's mixed precision.  LBFGS, and
-        without a dynamic loss scale those that are not torch's, call it as often as they want.
+        The closure runs first, then the step, as in Lightning's mixed precision.  LBFGS calls the
+        closure as often as it wants; so do optimizers that are not torch's, without a dynamic loss
+        scale.
         """
-        calls = isinstance(optimizer, LBFGS) or not (
+        optimizer_calls_closure = isinstance(optimizer, LBFGS) or not (
             facade.evaluates_first(optimizer) or self._ampatch.looks_for_overflow()
         )
-        if calls:
-            return self._plain.optimizer_step(self, optimizer, model, closure, **kwargs)
+        if optimizer_calls_closure:
+            return self._precision_class.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
@@ -116,10 +117,10 @@ class AmpatchPrecision(Plugin, *(each.trainer.plugins.Precision for each in PACK
         return step if result is None else result
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        self._plain._after_closure(self, model, optimizer)
+        self._precision_class._after_closure(self, model, optimizer)
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._plain._clip_gradients(self, model, optimizer, *args, **kwargs)
+        self._precision_class._clip_gradients(self, model, optimizer, *args, **kwargs)
 
 
 def _has_trainer(module: Any) -> bool:
