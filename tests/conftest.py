@@ -47,7 +47,8 @@ def torch_is_as_we_found_it():
     assert changes(before, snapshot()) == []
     assert not ours & torch.jit._builtins._get_builtin_table().keys(), "left in torch.jit's table"
     state = ampatch.session.session.registry.state
-    assert state.process_policy is None and not state.per_thread and not calls.thread_calls.stack
+    assert state.process_policy is None and not state.has_thread_policies
+    assert not calls.thread_calls.stack
 
 
 def pytest_unconfigure() -> None:

@@ -28,26 +28,30 @@ from ..models.module_overrides import overridden_submodules, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
-from ..torch_private.optimizers import is_zero, zero_steps_in_backward
+from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
 from .plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_matched: set[Any] = set()  # keys of overrides, since the process began
+_matched: set[Any] = set()  # keys of overrides that have matched a submodule in this process
 
 
-class _Unmatched:
+class _UnmatchedOverride:
     """Observer until the first step: an override of the environment that matches no submodule yet.
 
-    Another `initialize` may bring the submodule.
+    A later `initialize` may get the submodule.
     """
 
     def __init__(self, key: Any, expected: str) -> None:
-        self._key, self._expected = key, expected
-        self.on_deactivate = registry.observers.add(self)
+        self._key = key
+        self._expected = expected
+        self._stop_observing = registry.observers.add(self)
+
+    def on_deactivate(self) -> None:
+        self._stop_observing()
 
     def on_step_begin(self, optimizer: object) -> None:
-        self.on_deactivate()
+        self._stop_observing()
         if self._key not in _matched:
             raise ValueError(
                 f"--overrides or AMPATCH_OVERRIDES: {self._key!r} matches no submodule of any "
@@ -59,54 +63,55 @@ class _Unmatched:
 
 
 def known_names(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a public function: a wrong argument's `TypeError` suggests the right name."""
+    """Decorator: the `TypeError` for an unknown argument suggests the right name."""
     names = inspect.signature(function).parameters
 
     @functools.wraps(function)
-    def called(*args: P.args, **named: P.kwargs) -> T:
-        for name in named.keys() - names.keys():
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs.keys() - names.keys():
             raise TypeError(
                 f"ampatch.{function.__name__}({name}=...): there is no such argument."
                 f"{did_you_mean(name, names)}"
             )
-        return function(*args, **named)
+        return function(*args, **kwargs)
 
-    return called
+    return checked
 
 
-def as_models(models: Any, call: str = "ampatch.initialize") -> list[nn.Module]:
+def as_models(models: Any, what: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.
 
-    Raises `TypeError` for anything that is no module, `ValueError` for the same object twice.
+    Raises `TypeError` if one is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(models, lambda model: isinstance(model, nn.Module), f"{call}(models=", expected)
+    return _listed(models, lambda model: isinstance(model, nn.Module), f"{what}(models=", expected)
 
 
-def as_optimizers(optimizers: Any, call: str = "ampatch.initialize") -> list[Any]:
+def as_optimizers(optimizers: Any, what: str = "ampatch.initialize") -> list[Any]:
     """The optimizers as a list: objects with `param_groups` and `step` (LARC too).
 
-    Objects with `__slots__` are refused: their `step` cannot be replaced.  An object that stands
-    for a managed optimizer is replaced by that optimizer.
-    Raises `TypeError` for anything else, `ValueError` for the same object twice.
+    An object that stands for a managed optimizer is replaced by that optimizer.
+
+    Raises `TypeError` for anything else, and for objects without `__dict__`, whose `step` cannot be
+    replaced; `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
-    listed = _listed(optimizers, _is_optimizer, f"{call}(optimizers=", expected)
-    behind = map(registry.objects.unwrapped_optimizer, listed)
-    return list({id(optimizer): optimizer for optimizer in behind}.values())
+    listed = _listed(optimizers, _is_optimizer, f"{what}(optimizers=", expected)
+    unwrapped = map(registry.objects.unwrapped_optimizer, listed)
+    return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
-def _listed(objs: Any, is_valid: Callable[[Any], bool], call: str, expected: str) -> list[Any]:
+def _listed(objs: Any, is_valid: Callable[[Any], bool], what: str, expected: str) -> list[Any]:
     listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
     for obj in listed:
         if not is_valid(obj):
-            is_swapped = isinstance(obj, (nn.Module, torch.optim.Optimizer))
+            are_swapped = isinstance(obj, (nn.Module, torch.optim.Optimizer))
             raise TypeError(
-                f"{call}...): expected {expected}, or a list or tuple of them, got "
-                f"{type_name(obj)}." + " The model comes first, then the optimizer." * is_swapped
+                f"{what}...): expected {expected}, or a list or tuple of them, got "
+                f"{type_name(obj)}." + " The model comes first, then the optimizer." * are_swapped
             )
     if len(set(map(id, listed))) != len(listed):
-        raise ValueError(f"{call}[...]): the same object is listed twice. List each once.")
+        raise ValueError(f"{what}[...]): the same object is listed twice. List each once.")
     return listed
 
 
@@ -119,7 +124,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
-    """Raise an error where the models, optimizers and ranks do not fit the plan."""
+    """Raise an error if models, optimizers or process group do not fit the plan."""
     check_process_group(process_group)
     if not plan.properties.enabled:
         return
@@ -129,50 +134,47 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
     check_models(models, plan.properties, plan.active_overrides)
 
 
-def check_models(models: list[nn.Module], properties: Properties, rules: Overrides) -> None:
+def check_models(models: list[nn.Module], properties: Properties, overrides: Overrides) -> None:
     """Raise `AmpatchError` for models that the level cannot change."""
-    call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
+    what = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
         if isinstance(model, torch.jit.RecursiveScriptModule):
             raise AmpatchError(
-                f"{call}: models[{index}], {model.original_name}, is TorchScript, whose operators "
+                f"{what}: models[{index}], {model.original_name}, is TorchScript, whose operators "
                 "cannot be cast. Nothing was changed. Pass the model from before "
                 "torch.jit.script and compile it with torch.compile, or pass a model that has "
                 "this one as a submodule."
             )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
-                f"{call}: models[{index}], a {type(model).__name__}, is already wrapped in "
+                f"{what}: models[{index}], a {type(model).__name__}, is already wrapped in "
                 "DistributedDataParallel, or a loss of it is still alive. Its parameters would "
                 "change their dtype, and DistributedDataParallel would not average their "
                 "gradients. Call initialize first and wrap the model it returns."
             )
         if properties.cast_model_type is None:
             continue
-        _, stays_float = precisions(model, rules.modules, properties)
-        by_policy = checked_shards(model, properties, stays_float)  # FSDP2 casts these
-        for name, why in _unfit_weights(model, properties, by_policy):
+        _, stays_float = precisions(model, overrides.modules, properties)
+        cast_by_fsdp = checked_shards(model, properties, stays_float)
+        for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
-                f"{call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
+                f"{what}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
                 "was changed. Expected FP32 weights that can be cast, or "
                 'opt_level="O1", which does not change them.'
             )
 
 
 def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
-    """Whether parameters change their dtype: to the level's, or back to FP32 from an earlier O3.
-
-    At O2 they do not.
-    """
+    """Whether parameters change their dtype, at O3 or back to FP32 after an earlier O3."""
     managed = registry.objects.managed(model)
     if isinstance(managed, ManagedModel) and managed.converted_ids():
         return True
     changes = properties.casts_model and not properties.uses_half_copies
-    return changes and any(_is_other(parameter, properties) for parameter in model.parameters())
+    return changes and any(_needs_cast(parameter, properties) for parameter in model.parameters())
 
 
-def _is_other(tensor: Tensor, properties: Properties) -> bool:
+def _needs_cast(tensor: Tensor, properties: Properties) -> bool:
     """Whether a tensor has another floating dtype than the level computes in."""
     return tensor.dtype is not properties.cast_model_type and tensor.is_floating_point()
 
@@ -181,11 +183,11 @@ def _are_accumulators_held(model: nn.Module) -> bool:
     """Whether something holds the nodes of autograd that add to the gradients of a model.
 
     DistributedDataParallel does: its hooks are on these nodes.  New data gives a parameter a new
-    node, and the ranks would silently train different weights.  The model holds no reference to
-    the DistributedDataParallel around it, so each node gets a mark: a node that nothing holds is
-    gone at once, and its mark with it.
+    node, and the ranks would silently train different weights.  The model has no reference to the
+    DistributedDataParallel around it, so each node gets a mark: a node that nothing holds goes at
+    once, together with its mark.
     """
-    gc.collect()  # garbage is no reason to refuse
+    gc.collect()  # unreachable losses may hold nodes
     mark = object()
     leaves = [
         p
@@ -203,32 +205,33 @@ def _metadata_at(leaf: Tensor) -> dict[Any, Any]:
     return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
-def _unfit_weights(
-    model: nn.Module, properties: Properties, leave: set[int]
+def _uncastable_weights(
+    model: nn.Module, properties: Properties, cast_by_fsdp: set[int]
 ) -> Iterator[tuple[str, str]]:
     """Names of weights that can neither be cast in place nor have half copies, and why not.
 
-    Weights in `leave` (ids) are not looked at.
+    Except those in `cast_by_fsdp` (ids).
     """
-    kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    class_names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        why = None if id(tensor) in leave else _unfit(tensor, properties, kinds)
-        if why is not None:
-            yield name, why
+        if id(tensor) not in cast_by_fsdp:
+            why = _why_uncastable(tensor, properties, class_names)
+            if why is not None:
+                yield name, why
 
 
-def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | None:
+def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str]) -> str | None:
     """The reason why a weight can have no other dtype; None: it can.
 
-    `kinds` are the names of the classes of the model's modules.
+    `class_names` are those of the model's modules.
 
-    FullyShardedDataParallel has views of its own of the data, and would go on gathering the old
-    data.  The DTensors of tensor parallel hold their data themselves.
+    FullyShardedDataParallel holds views of the old data, and would go on gathering these.  The
+    DTensors of tensor parallel hold their data themselves.
     """
-    is_sharded = isinstance(tensor, nn.Parameter) and "FullyShardedDataParallel" in kinds
+    is_sharded = isinstance(tensor, nn.Parameter) and "FullyShardedDataParallel" in class_names
     if is_dtensor(tensor):
-        is_sharded |= "FSDPModule" in kinds or not can_exchange_data(tensor)
-    if is_sharded and _is_other(tensor, properties):
+        is_sharded |= "FSDPModule" in class_names or not can_exchange_data(tensor)
+    if is_sharded and _needs_cast(tensor, properties):
         return (
             f"a sharded parameter (FSDP, DTensor) in {tensor.dtype}. Models sharded by "
             "torch.distributed.fsdp.fully_shard work at every level."
@@ -251,14 +254,14 @@ def _unfit(tensor: Tensor, properties: Properties, kinds: set[str]) -> str | Non
 
 
 def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
-    """Raise `ValueError` for `overrides` that name no submodule, `TypeError` for a function that
-    cannot have the precision.
+    """Raise `ValueError` for overrides that name no submodule, or `TypeError` for functions.
 
-    Overrides of the environment hold for all calls of the script, and each call has some of the
-    modules.  An override that matches in no call ends the run at the first optimizer step.
+    `TypeError`: a function cannot have the precision.  Overrides of the environment hold for every
+    `initialize` of the script, and each gets only some of the modules: an override that matches in
+    none of them ends the run at the first optimizer step.
     """
-    rules, properties = plan.overrides, plan.properties
-    for key, precision in rules.modules:
+    overrides, properties = plan.overrides, plan.properties
+    for key, precision in overrides.modules:
         if any(overridden_submodules(model, [(key, precision)]) for model in models):
             _matched.add(key)
             continue
@@ -274,16 +277,17 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
         logger.warning(
             "--overrides or AMPATCH_OVERRIDES: no submodule of this initialize matches %r.", key
         )
-        _Unmatched(key, expected)
-    takes_half = properties.patch_torch_functions or properties.opt_level == "O0"
+        _UnmatchedOverride(key, expected)
+    allows_half = properties.patch_torch_functions or properties.opt_level == "O0"
     replacements = registry.installation.replacements
-    for function, precision in rules.functions.items():
+    for function, precision in overrides.functions.items():
         name = getattr(function, "__name__", "")
-        if replacements.of(replacements.original(function)) is None and not places_of([function]):
+        original = replacements.original_of(function)
+        if replacements.replacement_of(original) is None and not places_of([function]):
             why = f"the function is not found in {', '.join(NAMESPACES)}."
         elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             why = "the function works in place: it would write into a cast copy of its argument."
-        elif precision == "half" and not takes_half:
+        elif precision == "half" and not allows_half:
             why = 'at this level only "float" is possible for a function.'
         else:
             continue
@@ -297,8 +301,8 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
 
 def check_process_group(group: Any) -> None:
     """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
-    kind = getattr(torch.distributed, "ProcessGroup", None)
-    if group is not None and (kind is None or not isinstance(group, kind)):
+    group_class = getattr(torch.distributed, "ProcessGroup", None)
+    if group is not None and (group_class is None or not isinstance(group, group_class)):
         raise TypeError(
             f"ampatch.initialize(process_group={group!r}): expected None or a process group, such "
             "as torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns."
@@ -313,27 +317,27 @@ def check_optimizers(
     models: list[nn.Module],
     properties: Properties,
     process_group: Any,
-    call: str = "ampatch.initialize",
+    what: str = "ampatch.initialize",
 ) -> None:
     """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
-    `ValueError` if an optimizer has none of their parameters or does not update half ones, else
-    `AmpatchError`.
+    `ValueError`: an optimizer has none of their parameters, or does not update half ones.
+    `AmpatchError`: it would step with wrong gradients, or on some ranks only.
     """
     owned = {id(parameter) for model in models for parameter in model.parameters()}
     for index, optimizer in enumerate(optimizers):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if owned and params and owned.isdisjoint(map(id, params)):
             raise ValueError(
-                f"{call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
+                f"{what}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
                 "model.parameters(), after model.to(device) and not from a copy of the model. An "
                 "optimizer of parameters outside of any model (a learned temperature) gets a "
                 "session of its own: ampatch.initialize([], optimizer)."
             )
-        if _leaves_half(optimizer, models, properties):
+        if _ignores_half(optimizer, models, properties):
             raise ValueError(
-                f"{call}: SGD(fused=True) on the CPU leaves parameters in "
+                f"{what}: SGD(fused=True) on the CPU leaves parameters in "
                 f"{properties.cast_model_type} (opt level {properties.opt_level}) unchanged. Use "
                 'fused=False, or opt_level="O2".'
             )
@@ -343,7 +347,7 @@ def check_optimizers(
             and any(map(is_part_of_dtensor, params))
         ):  # around tensor parallel: plain parameters to DDP, which do not know their mesh
             raise AmpatchError(
-                f"{call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
+                f"{what}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
                 "which DistributedDataParallel(device_mesh=...) turned into plain parameters. An "
                 "overflow on one rank would skip the step on that rank alone. Name the ranks "
                 "that decide together: ampatch.initialize(model, optimizer, "
@@ -351,22 +355,19 @@ def check_optimizers(
             )
         if (
             properties.loss_scale != 1.0
-            and is_zero(optimizer)
-            and zero_steps_in_backward(optimizer)
+            and is_zero_redundancy(optimizer)
+            and steps_in_backward(optimizer)
         ):
             raise AmpatchError(
-                f"{call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
+                f"{what}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
                 "overlap_with_ddp=True) steps inside the backward pass, where gradients are still "
                 "scaled. Nothing was changed. Use overlap_with_ddp=False, or loss_scale=1.0 with "
                 "dtype=torch.bfloat16."
             )
 
 
-def _leaves_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
-    """Whether an optimizer silently does not update half parameters: fused SGD on the CPU.
-
-    So in torch 2.13.
-    """
+def _ignores_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
+    """Whether it is fused SGD with half parameters on the CPU, which torch 2.13 does not update."""
     return (
         properties.cast_model_type in HALF_DTYPES
         and not properties.master_weights

@@ -40,11 +40,12 @@ def promote_function(function: Function) -> Function:
 
 
 def _decorated(function: Any, rule: Rule, what: str) -> Any:
-    user_functions.check(function, what)
+    user_functions.check_can_follow_rule(function, what)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
-        return user_functions.following(function, choose, cast_state)
-    for name, make in user_functions.methods(function, choose, cast_state).items():
+        return user_functions.casting_wrapper(function, choose, cast_state)
+    replacements = user_functions.function_class_replacements(function, choose, cast_state)
+    for name, make in replacements.items():
         setattr(function, name, make(inspect.getattr_static(function, name)))
     return function
 
@@ -111,11 +112,11 @@ def precision(dtype: Precision) -> PolicyContext:
     and holds in managed models that are called inside.  If no open session casts, it does nothing.
     Raises `ValueError` for any other `dtype`.
     """
-    call = f"ampatch.precision({dtype!r})"
-    word(call, dtype, PRECISIONS)
+    what = f"ampatch.precision({dtype!r})"
+    word(what, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
-        policy, _ = registry.state.innermost_setting()
+        policy, _ = registry.state.innermost_policy()
         if policy is None:
             return UNCHANGED
         on = devices_on()
@@ -123,4 +124,4 @@ def precision(dtype: Precision) -> PolicyContext:
             policy = policy.with_half_dtype(half_dtype(on[-1]))
         return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
-    return PolicyContext(registry.state, forced, call)
+    return PolicyContext(registry.state, forced, what)

@@ -217,16 +217,16 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
 
     After an exception nothing has changed.
     """
-    call = "ampatch.add_models"
-    listed = argument_checks.as_models(models, call)
-    session = registry.session_of(to, f"{call}(to=...)")
-    holders = [registry.objects.session_of(model) for model in listed]
-    if not {*holders} <= {None, session}:
+    what = "ampatch.add_models"
+    listed = argument_checks.as_models(models, what)
+    session = registry.session_of(to, f"{what}(to=...)")
+    sessions = [registry.objects.session_of(model) for model in listed]
+    if not {*sessions} <= {None, session}:
         raise AmpatchError(
-            f"{call}(models=...): a model belongs to another call of ampatch.initialize. Call "
+            f"{what}(models=...): a model belongs to another call of ampatch.initialize. Call "
             "initialize with that model and its optimizer instead, which moves both."
         )
-    new = [model for model, holder in zip(listed, holders, strict=True) if holder is None]
+    new = [model for model, its_session in zip(listed, sessions, strict=True) if not its_session]
     if session.properties.enabled:
         argument_checks.check_models(new, session.properties, session.overrides)
     session.add(new, [])
@@ -254,8 +254,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     After an exception nothing has changed.
     """
-    call = "ampatch.add_optimizers"
-    listed = argument_checks.as_optimizers(optimizers, call)
+    what = "ampatch.add_optimizers"
+    listed = argument_checks.as_optimizers(optimizers, what)
     session = _session_of(listed)
     new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
@@ -263,7 +263,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         for managed in session.models:
             managed.check_shards()
         argument_checks.check_optimizers(
-            new, models, session.properties, session.process_group, call
+            new, models, session.properties, session.process_group, what
         )
     session.add([], new)
     return optimizers
@@ -274,8 +274,8 @@ def _session_of(optimizers: list[Any]) -> Session:
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
-    managing = map(registry.objects.session_of, optimizers)
-    sessions |= {session for session in managing if session is not None}
+    of_optimizers = map(registry.objects.session_of, optimizers)
+    sessions |= {session for session in of_optimizers if session is not None}
     if len(sessions) > 1:
         raise AmpatchError(
             "ampatch.add_optimizers(optimizers=...): their parameters belong to models of "

@@ -7,8 +7,8 @@
         scaled_loss.backward()
     optimizer.step()
 
-New code should call `ampatch.initialize`: it knows the models, so it can keep half
-copies of weights for the length of a forward, and name parameters in messages.
+New code should call `ampatch.initialize`: it knows the models, so it can cache half copies of
+weights during a forward, and name parameters in messages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def init(
     arguments = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
         if session.handle is not None:
-            return _again(session, arguments)
+            return _existing_handle(session, arguments)
     set_verbosity(1)
     level = level.replace("O0", "O1")
     properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **arguments)
@@ -87,17 +87,17 @@ def init(
     return session.handle
 
 
-def _again(session: Session, arguments: dict[str, Any]) -> Handle:
-    differ = [
+def _existing_handle(session: Session, arguments: dict[str, Any]) -> Handle:
+    differing = [
         f"{name}={value!r}"
         for name, value in arguments.items()
         if getattr(session.properties, name) != value
     ]
-    if differ:
+    if differing:
         logger.warning(
             "ampatch.init(%s): a handle is already active and is returned unchanged. For other "
             "settings call handle._deactivate() first.",
-            ", ".join(differ),
+            ", ".join(differing),
         )
     return session.handle
 

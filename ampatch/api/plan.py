@@ -1,7 +1,7 @@
-"""The plan of one `initialize`: its settings, those that the environment replaces, all checked.
+"""The plan of one `initialize`: its settings, some replaced by the environment, all checked.
 
-Nothing is changed while the plan is made.  It knows neither models nor optimizers, which
-`argument_checks.check` compares with it.
+Making it changes nothing.  It knows neither models nor optimizers: `argument_checks.check` compares
+these with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..log import ONCE, logger
 class Plan:
     """Settings of one `initialize`.
 
-    `overrides` are the user's, `active_overrides` those that have an effect.  `replaced` has the
-    settings that the environment has changed, as `{name: (the script's value, the active one)}`.
+    `overrides` are the user's; of these, `active_overrides` have an effect.  `replaced` has the
+    settings that the environment changes: `{name: (the script's value, the active one)}`.
     """
 
     properties: Properties
@@ -37,9 +37,9 @@ def plan_of(settings: dict[str, Any]) -> Plan:
     replacing = environment.read()
     for message in environment.misspelt():
         logger.warning(message, extra=ONCE)
-    used = environment.replaced_arguments(settings, replacing)
-    overrides = active_overrides = parse(used.pop("overrides"))
-    properties = properties_for(**used)
+    arguments = environment.replaced_arguments(settings, replacing)
+    overrides = active_overrides = parse(arguments.pop("overrides"))
+    properties = properties_for(**arguments)
     if properties.opt_level == "O0" and any(overrides):
         logger.info("O0 runs in FP32 throughout: overrides=... has no effect.")
         active_overrides = parse(None)

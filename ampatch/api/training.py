@@ -55,7 +55,8 @@ def scale_loss(
             scale of 1 unchanged.
         optimizers: an optimizer, or a list or tuple: those whose parameters the loss reaches.
             Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
-            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).
+            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If they come
+            from several calls of `initialize`, the last dynamic loss scale among these is used.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
@@ -65,8 +66,9 @@ def scale_loss(
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
-        AmpatchError: `initialize` was not called with these optimizers.  At the end of the block:
-            there are new gradients, but none of the scaled loss (you called `loss.backward()`).
+        AmpatchError: `initialize` was not called with these optimizers, or with `enabled=False` for
+            only some of them.  At the end of the block: there are new gradients, but none of the
+            scaled loss (you called `loss.backward()`).
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
         got = loss.dtype if isinstance(loss, Tensor) else type_name(loss)
@@ -74,13 +76,14 @@ def scale_loss(
             f"ampatch.scale_loss(loss=...): expected a floating tensor, got {got}. Pass the loss "
             "itself, not loss.item()."
         )
+    session: Session | None = None
     listed: list[Any] = []
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
         pair = registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, "scale_loss")
-        session, managed = pair
-        if managed not in listed:
-            listed.append(managed)
-    if not listed:  # nothing would unscale the gradients
+        session = pair[0] if session is None else _with_dynamic_scale(session, pair[0])
+        if pair[1] not in listed:
+            listed.append(pair[1])
+    if session is None:  # nothing would unscale the gradients
         raise ValueError(
             "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
             "reaches, at least one."
@@ -92,17 +95,31 @@ def scale_loss(
     return session.scaled_backward(loss, listed, loss_id, delay_unscale, delay_overflow_check)
 
 
-def _managed(optimizer: Any, call: str) -> ManagedOptimizer | None:
+def _with_dynamic_scale(first: Session, second: Session) -> Session:
+    """Of the sessions of two optimizers that share a loss, the one whose scaler both use.
+
+    Under a static scale the optimizer of a dynamic one would step on inf and NaN.
+    """
+    if first.properties.enabled != second.properties.enabled:
+        raise AmpatchError(
+            "ampatch.scale_loss(loss, [...]): some of these optimizers were given to initialize "
+            "with enabled=False, and nothing would unscale their gradients. Expected the same "
+            "enabled=... for all models and optimizers of a loss."
+        )
+    return first if first.looks_for_overflow() and not second.looks_for_overflow() else second
+
+
+def _managed(optimizer: Any, what: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, call))[1]
+    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, what))[1]
 
 
-def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
+def _unmanaged(optimizer: Any, what: str) -> tuple[Session, None]:
     """The session opened last, for an optimizer that none manages, where all are disabled.
 
     Else raises an `AmpatchError` that names the optimizers that are managed.
     """
-    session = registry.latest(f"ampatch.{call}(...)")
+    session = registry.latest(f"ampatch.{what}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
@@ -110,7 +127,7 @@ def _unmanaged(optimizer: Any, call: str) -> tuple[Session, None]:
     names = Counter(type(known).__name__ for known in optimizers)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
-        f"ampatch.{call}(<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"ampatch.{what}(<{type(optimizer).__name__}>): this optimizer was not given to "
         f"ampatch.initialize. ampatch manages: {', '.join(shown) or 'none'}. Pass one of these, or "
         "give this optimizer to ampatch.initialize. If you make it after initialize(model), call "
         "optimizer = ampatch.add_optimizers(optimizer)"
@@ -166,15 +183,15 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
     load_entries(_scalers_by_name(of, "ampatch.load_state_dict(..., of=...)"), state)
 
 
-def _scalers_by_name(of: Any, call: str) -> dict[str, Scaler]:
+def _scalers_by_name(of: Any, what: str) -> dict[str, Scaler]:
     """The loss scalers of the session that has `of`, else of the last that scales losses."""
-    session = registry.session_of(of, call) if of is not None else registry.latest_scaling(call)
+    session = registry.session_of(of, what) if of is not None else registry.latest_scaling(what)
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.looks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers only the last session that has an optimizer; other sessions have their "
             "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
-            call,
+            what,
             extra=ONCE,
         )
     return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
@@ -192,19 +209,19 @@ def loss_scale(loss_id: int = 0) -> float:
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
-def _scaler(call: str, loss_id: int) -> Scaler:
+def _scaler(what: str, loss_id: int) -> Scaler:
     """A loss scaler of the last session that scales losses."""
-    session = registry.latest_scaling(f"{call}(...)")
-    _check_loss_id(loss_id, session, call)
+    session = registry.latest_scaling(f"{what}(...)")
+    _check_loss_id(loss_id, session, what)
     return session.scalers[loss_id]
 
 
-def _check_loss_id(loss_id: Any, session: Session, call: str) -> None:
+def _check_loss_id(loss_id: Any, session: Session, what: str) -> None:
     """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
     count = len(session.scalers)
-    if not 0 <= whole_number(f"{call}(loss_id={loss_id!r})", loss_id) < count:
+    if not 0 <= whole_number(f"{what}(loss_id={loss_id!r})", loss_id) < count:
         raise ValueError(
-            f"{call}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered from 0."
+            f"{what}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered from 0."
             + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
         )
 

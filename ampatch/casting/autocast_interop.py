@@ -4,9 +4,9 @@
 cast on its device type.  A region enabled inside a managed forward at O1 gives the half dtype:
 ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
 casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
-again: see `CastState.setting_of_forward`.  torch's own code enters regions too, to restore the
-autocast state of a forward.  The code that it runs there has the policy of that forward, too
-(`context_propagation`), as the innermost setting.
+again: see `CastState.policy_of_forward`.  torch's own code enters regions too, to restore the
+autocast state of a forward.  The code that it runs there is under the policy of that forward
+(`context_propagation`), the innermost one.
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts unchanged; a warning names the remedy.
@@ -88,7 +88,8 @@ class AutocastInterop:
         def enter(region: Any) -> Any:
             if hasattr(region, _IGNORED) or is_compiling():
                 return original(region)
-            was_on, entered = is_enabled(region.device), None
+            was_on = is_enabled(region.device)
+            entered = None
             try:
                 entered = original(region)
                 self._enter_call(region)
@@ -111,11 +112,11 @@ class AutocastInterop:
                 raise
             finally:
                 try:
-                    ended = original(region, *exception)
+                    result = original(region, *exception)
                 except BaseException:
                     set_enabled(region.device, region.prev)
                     raise
-            return ended
+            return result
 
         return exit
 
@@ -124,7 +125,7 @@ class AutocastInterop:
         state, device = self._state, region.device
         policy, is_on = state.current(), is_enabled(device)
         is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
-        if policy is None or not policy.casts_on(device):
+        if policy is None or not policy.casts_on_device(device):
             pass
         elif is_custom_bwd and is_on:
             set_enabled(device, False)  # the region's exit restores the previous state
@@ -148,7 +149,8 @@ class AutocastInterop:
                     "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
                     "casts stay. To run code without them write `with torch.autocast(%r, "
                     "enabled=False):` or `with ampatch.disable_casts():`.",
-                    *(device, device),
+                    device,
+                    device,
                 )
 
         return set_autocast_enabled

@@ -26,12 +26,14 @@ from .rules import dtype_and_device
 def replacements(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
-        (owner, "__call__", functools.partial(_calling, state, name_of))
+        (owner, "__call__", functools.partial(_with_autocast_kernel, state, name_of))
         for owner, name_of in OPERATOR_CLASSES
     ]
 
 
-def _calling(state: CastState, name_of: Callable[[Any], str], original: Callable) -> Callable:
+def _with_autocast_kernel(
+    state: CastState, name_of: Callable[[Any], str], original: Callable
+) -> Callable:
     devices: dict[str, frozenset[str]] = {}  # with a kernel for autocast, by operator: asked once
 
     @functools.wraps(original)

@@ -1,10 +1,10 @@
 """The stack of calls of each thread, and the policy that is active there.
 
-Calls of managed models, of their submodules and of module overrides, blocks of the user's, regions
-of torch.autocast, recomputations, backwards of custom Functions and optimizer steps are one `Call`
-each, on one stack for each thread, the innermost last.  A call records its policy, its half copies,
-its swap, and what its exit undoes.  No other object records which forwards run, of which models,
-and with which copies.
+Each thread has one stack of `Call` objects, the innermost last.  There is a `Call` for each call of
+a managed model, of its submodules and of a module override, for each `with` block of the user's,
+region of torch.autocast, recomputation, backward of a custom Function and optimizer step.  A `Call`
+records its policy, its half copies, its swap, and what its exit undoes.  No other object records
+which forwards run, of which models, and with which copies.
 
 `CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
 whatever exception passes: `models/own_frame` for modules, `CastState.within` for all else.  Only
@@ -12,9 +12,9 @@ whatever exception passes: `models/own_frame` for modules, `CastState.within` fo
 
 A function is cast under the process's policy, unless its thread is inside a call that has set a
 policy of its own.  Patched functions read this state at every call, so it is plain attributes.
-`torch.compile` guards on what it reads while tracing.  Its guards are right for plain attributes,
-and for those that a `threading.local` subclass sets in `__init__`.  It freezes a class-level
-default of a `threading.local` into the graph silently, and refuses a `ContextVar`.
+`torch.compile` guards on what it reads while tracing.  Its guards work for plain attributes, and
+for those that a `threading.local` subclass sets in `__init__`.  But it silently freezes a
+class-level default of a `threading.local` into the graph, and refuses a `ContextVar`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, half_dtype, switch_on, switched_off
+from ..torch_private.autocast import devices_on, half_dtype, switch_off, switch_on
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
@@ -59,19 +59,19 @@ class Call:
 
     owner: Any = None  # the object that has entered it
     kind = CALL
-    is_traced = False  # Dynamo traces it: it has no casts of inputs and no half copies
+    is_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
 
-    # Active in this call, and in the calls inside that set none of their own.
+    # Active in this call, and in those calls inside that set none of their own.
     policy: Any = PROCESS_POLICY
     copies: Any = None  # the `ForwardCopies` that serve at O1
-    computes_in: Any = UNCHANGED  # the dtype of half models and of overrides; None: any
-    results_in: Any = UNCHANGED  # of what submodules return in a framework's step; None: any
+    computes_in: Any = UNCHANGED  # the dtype of a half model or an override; None: any
+    results_in: Any = UNCHANGED  # the dtype that submodules return in a framework's step; None: any
 
     # What its exit undoes.
     sets_policy = False
     opened_copies: Any = None  # the `ForwardCopies` that were opened with it
     counted_by: Any = None  # the `CastState` of which it is a user: see `acquire`
-    was_per_thread = False  # `per_thread` before it; where Dynamo traces
+    had_thread_policies = False  # `has_thread_policies` before it; where Dynamo traces
     autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
     swap: Any = None  # of half copies into the slots of weights
     traced_swap: Any = None  # the same where Dynamo traces
@@ -112,9 +112,9 @@ class CastState:
 
     def __init__(self) -> None:
         self.process_policy: Policy | None = None
-        self.in_half_models: Policy | None = None  # `init` has functions of the user cast there too
-        self.per_thread = False  # whether functions look at their own thread: see `acquire`
-        self._users: set[Any] = set()  # what `per_thread` is for
+        self.half_model_policy: Policy | None = None  # for functions registered through `init`
+        self.has_thread_policies = False  # functions then look at their own thread: see `acquire`
+        self._users: set[Any] = set()  # calls and observers for which it is True
         self._traced_users = 0  # the same where Dynamo traces
         self.lock = threading.RLock()
         if hasattr(os, "register_at_fork"):  # else a thread that the child lacks may hold the lock
@@ -123,7 +123,7 @@ class CastState:
                 after_in_parent=self.lock.release,
                 after_in_child=self.lock.release,
             )
-        self.tables = HandlerTables()
+        self.handler_tables = HandlerTables()
         self.threads_in_modes = 0  # the number of threads in a TorchFunctionMode
 
     # Enter and exit
@@ -135,34 +135,35 @@ class CastState:
         thread_calls.stack.append(call)
 
     def set_policy(
-        self, call: Call, policy: Any, off: Sequence[str] = (), is_setting: bool = True
+        self, call: Call, policy: Any, autocast_off: Sequence[str] = (), sets_policy: bool = True
     ) -> None:
-        """This thread is under `policy` until the exit of `call`, its innermost one.
+        """Put this thread under `policy` until the exit of `call`, its innermost call.
 
-        On the device types `off` torch's autocast is off meanwhile.  With `is_setting=False`
-        `innermost_setting` skips this call.
+        Until then torch's autocast is off on the device types `autocast_off`.  With
+        `sets_policy=False` `innermost_policy` skips this call.
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        holds = policy is None and call.kind == USER_BLOCK  # also in sessions that open inside
-        call.sets_policy = is_setting and policy is not UNCHANGED
-        if policy is not UNCHANGED and (policy is not active or holds) and policy is not previous:
+        for_new_sessions = policy is None and call.kind == USER_BLOCK  # that open inside, too
+        is_change = policy is not active or for_new_sessions
+        call.sets_policy = sets_policy and policy is not UNCHANGED
+        if policy is not UNCHANGED and is_change and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = thread_calls.policy = policy
-        if off:
-            call.autocast_off = off
-            switched_off(off)
+        if autocast_off:
+            call.autocast_off = autocast_off
+            switch_off(autocast_off)
 
     def enter_block(
-        self, policy: Any, kind: str = BLOCK, owner: object = None, off: Sequence[str] = ()
+        self, policy: Any, kind: str = BLOCK, owner: object = None, autocast_off: Sequence[str] = ()
     ) -> None:
         """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
         call.kind = kind
         call.is_traced = is_dynamo_compiling()
         self.enter(call, owner)
-        self.set_policy(call, policy, off)
+        self.set_policy(call, policy, autocast_off)
 
     def exit_block(self, owner: object) -> None:
         """Exit the innermost block of `owner`, if it has one in this thread."""
@@ -194,23 +195,23 @@ class CastState:
         stack = thread_calls.stack
         if call not in stack:
             return
-        last = None
-        while last is not call:
-            last = stack[-1]
-            if last.removed_frames is not None:
-                last.removed_frames.put_back()
-            if last.swap is not None:
-                last.swap.swap_out()
-            if last.traced_swap is not None:
-                last.traced_swap.swap_out()
-            if last.autocast_off:
-                switch_on(last.autocast_off)
+        inner = None
+        while inner is not call:
+            inner = stack[-1]
+            if inner.removed_frames is not None:
+                inner.removed_frames.put_back()
+            if inner.swap is not None:
+                inner.swap.swap_out()
+            if inner.traced_swap is not None:
+                inner.traced_swap.swap_out()
+            if inner.autocast_off:
+                switch_on(inner.autocast_off)
             if len(stack) > 1:
                 thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
             else:
                 thread_calls.policy, thread_calls.copies = PROCESS_POLICY, None
-            if last.counted_by is not None:
-                self.release(last)
+            if inner.counted_by is not None:
+                self.release(inner)
             del stack[-1]
 
     def within(
@@ -252,7 +253,7 @@ class CastState:
 
     def current(self) -> Policy | None:
         """The policy of a function that is called now; None: nothing is cast."""
-        if self.per_thread and thread_calls.policy is not PROCESS_POLICY:
+        if self.has_thread_policies and thread_calls.policy is not PROCESS_POLICY:
             return thread_calls.policy
         return self.process_policy
 
@@ -272,9 +273,9 @@ class CastState:
         return policy
 
     def half_dtype_of(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
-        """The half dtype for an operator that casts by itself; None: it is to cast nothing.
+        """The half dtype for an operator that casts by itself; None: it casts nothing.
 
-        In a forward of a half model or an override that is its dtype, elsewhere the policy's.
+        In a forward of a half model or an override it is that dtype, elsewhere the policy's.
         """
         for call in reversed(thread_calls.stack):
             if call.kind != USER_BLOCK and call.computes_in not in (UNCHANGED, None):
@@ -282,16 +283,16 @@ class CastState:
             if call.sets_policy:
                 break
         policy = self.current()
-        if policy is None or not policy.casts_on(device):
+        if policy is None or not policy.casts_on_device(device):
             return None
         is_cast = policy.condition is None or policy.condition(args, kwargs)
         return policy.half_to if is_cast else None
 
-    def innermost_setting(self) -> tuple[Policy | None, bool]:
-        """The active policy, regions of torch.autocast not counted; whether the user set it.
+    def innermost_policy(self) -> tuple[Policy | None, bool]:
+        """The active policy, without regions of torch.autocast, and whether the user set it.
 
-        A policy that the user sets, by `precision()` or `disable_casts()`, holds in managed models
-        too.
+        A policy that the user sets, by `precision()` or `disable_casts()`, is active in managed
+        models too.
         """
         for call in reversed(thread_calls.stack):
             if call.sets_policy and call.kind != REGION:
@@ -299,25 +300,25 @@ class CastState:
                 return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
-    def setting_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
+    def policy_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
-        The user's blocks of `disable_casts` and `precision` hold in the forward too.  Regions of
-        torch.autocast around it do not, but an enabled one gives the half dtype.
+        The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
+        torch.autocast around it do not, but an enabled region determines the half dtype.
         """
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
             return UNCHANGED, (), False
-        setting, by_user = self.innermost_setting()
+        user_policy, by_user = self.innermost_policy()
         if by_user:  # if devices are on, a region inside the user's block is active
-            return UNCHANGED if devices_on() else setting, (), False
-        on: list[str] = []
+            return UNCHANGED if devices_on() else user_policy, (), False
+        devices: list[str] = []
         if policy is not None and policy.condition is None:
-            on = [device for device in devices_on() if policy.casts_on(device)]
-        if policy is None or not on:
+            devices = [device for device in devices_on() if policy.casts_on_device(device)]
+        if policy is None or not devices:
             return policy, (), True
-        half = half_dtype(on[-1])
+        half = half_dtype(devices[-1])
         if not is_dynamo_compiling():
-            return policy.with_half_dtype(half), on, True
+            return policy.with_half_dtype(half), devices, True
         # The graph keeps the region, which alone casts if the dtypes differ.
         return policy if half is policy.half_to else None, (), True
 
@@ -326,10 +327,10 @@ class CastState:
         return () if is_dynamo_compiling() else devices_on()
 
     def enter_region(self, half: torch.dtype | None) -> None:
-        """What Dynamo traces at the start of a region of torch.autocast, until `exit_region`.
+        """What Dynamo traces at the start of a region of torch.autocast.
 
-        `half` is the region's dtype, None where it is disabled.  ampatch casts in the region only
-        if its own half dtype is the same.
+        `half` is the region's dtype, or None if the region is disabled.  ampatch casts in the
+        region only if the policy has the same half dtype.
         """
         policy = self.current()
         if policy is not None and (policy.half_to is not half or policy.condition is not None):
@@ -341,7 +342,7 @@ class CastState:
         self.exit_block(_TRACED_REGION)
 
     def may_cast_in_thread(self) -> bool:
-        """Whether a session casts calls in this thread, or would without a block of the user's."""
+        """Whether a session casts calls in this thread, or would outside of the user's blocks."""
         if self.process_policy is not None:
             return True
         for call in thread_calls.stack:
@@ -358,36 +359,36 @@ class CastState:
         return swaps
 
     def float_of(self, copy: Any) -> Any:
-        """The FP32 weight whose half copy in a slot `copy` is; other tensors are returned."""
+        """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
         for swap in self.swaps():
             if (weight := swap.slot_copies.float_of(copy)) is not None:
                 return weight
         return copy
 
-    # Users of `per_thread`
+    # Users of `has_thread_policies`
 
     def acquire(self, user: Any) -> None:
-        """Functions look at their own thread until `release(user)`.
+        """Have patched functions ask for the policy of their own thread, until `release(user)`.
 
         Users are calls with a policy of their own, and observers, which see each cast.  `acquire`
         and `release` may be called twice for a user: Ctrl-C may strike at any moment.
         """
         if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
-            user.was_per_thread, self.per_thread = self.per_thread, True
+            user.had_thread_policies, self.has_thread_policies = self.has_thread_policies, True
             self._traced_users += 1
             return
         with self.lock:
             self._users.add(user)
-            self.per_thread = True
+            self.has_thread_policies = True
 
     def release(self, user: Any) -> None:
-        """`user` needs that no longer."""
+        """End what `acquire(user)` began."""
         if is_dynamo_compiling():
-            self.per_thread = user.was_per_thread
+            self.has_thread_policies = user.had_thread_policies
             self._traced_users -= 1
             return
         with self.lock:
             if getattr(user, "is_traced", False):
                 self._traced_users -= 1
             self._users.discard(user)
-            self.per_thread = bool(self._users) or self._traced_users > 0
+            self.has_thread_policies = bool(self._users) or self._traced_users > 0

@@ -2,12 +2,12 @@
 
 *Custom autograd Functions*: each call makes a context, which keeps the policy for its backward.
 The backward pass may run in another thread, after the forward's `with` block has ended, or after
-another session has opened with other rules.  The context also keeps the half copies of the forward
-(O2): code that calls modules again in the backward pass (reversible networks, adjoint solvers)
-computes with the forward's own copies, and may ask for their gradients.
-The context drops the copies when autograd frees the graph's buffers.
+another session has opened with other rules.  At O2 the context also keeps the half copies of the
+forward.  Code that calls modules again in the backward pass (reversible networks, adjoint solvers)
+computes with these copies, and may ask for their gradients.  The context drops the copies when
+autograd frees the graph's buffers.
 
-*Activation checkpoints*: the recompute makes the casts of the forward.  The functions that
+*Activation checkpoints*: the recompute casts as the forward did.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
 `checkpoint` in a `partial`, and Dynamo knows it by its identity.
 
@@ -44,17 +44,21 @@ from .patches import Replacement
 
 _POLICY = "_ampatch_policy"
 _SWAPS = "_ampatch_swaps"
-_BESIDE_TORCH = "_ampatch_beside_torch"
-"""torch's autocast was on too: `custom_bwd` restores torch's casts, and none of ampatch."""
-_UNKNOWN = object()
-_NOTHING: tuple[Sequence[Any], Any] = (), UNCHANGED
+_TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
+"""Set if torch's autocast was on too: then `custom_bwd` restores torch's casts, not ampatch's."""
+_NOT_RECORDED = object()
+_NO_SWAPS: tuple[Sequence[Any], Any] = (), UNCHANGED
 
 
 def custom_functions(state: CastState) -> list[Replacement]:
     """`(owner, name, make)` for what has to be replaced for custom Functions."""
     return [
-        (BackwardCFunction, "__init__", lambda original: _with_recorded_policy(original, state)),
-        (BackwardCFunction, "apply", lambda original: _under_recorded_policy(original, state)),
+        (BackwardCFunction, "__init__", lambda original: _init_recording_policy(original, state)),
+        (
+            BackwardCFunction,
+            "apply",
+            lambda original: _apply_under_recorded_policy(original, state),
+        ),
     ]
 
 
@@ -79,14 +83,14 @@ def replicas(state: CastState) -> list[Replacement]:
     ]
 
 
-def _with_recorded_policy(original: Callable, state: CastState) -> Callable:
+def _init_recording_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        casts_nothing = state.process_policy is None and not state.per_thread  # saves two calls
-        policy = None if casts_nothing else state.forward_policy()
+        may_cast = state.process_policy is not None or state.has_thread_policies
+        policy = state.forward_policy() if may_cast else None  # `may_cast` saves two calls
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
-            setattr(self, _BESIDE_TORCH, True)
+            setattr(self, _TORCH_CASTS_TOO, True)
         for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
@@ -96,32 +100,34 @@ def _with_recorded_policy(original: Callable, state: CastState) -> Callable:
     return __init__
 
 
-def _under_recorded_policy(original: Callable, state: CastState) -> Callable:
+def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy, (swaps, dtype) = getattr(self, _POLICY, _UNKNOWN), getattr(self, _SWAPS, _NOTHING)
-        if policy is None and state.process_policy is None and not (state.per_thread or swaps):
+        policy = getattr(self, _POLICY, _NOT_RECORDED)
+        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS)
+        may_cast = state.process_policy is not None or state.has_thread_policies
+        if policy is None and not (may_cast or swaps):
             return original(self, *args)
-        if policy is _UNKNOWN or is_dynamo_compiling():
+        if policy is _NOT_RECORDED or is_dynamo_compiling():
             return original(self, *args)
-        restores_our_casts = has_custom_fwd(self) and not hasattr(self, _BESIDE_TORCH)
-        if policy is state.current() and not restores_our_casts:
+        restores_casts = has_custom_fwd(self) and not hasattr(self, _TORCH_CASTS_TOO)
+        if policy is state.current() and not restores_casts:
             if not swaps:
                 return original(self, *args)
             policy = UNCHANGED
-        captured = _Captured(policy, BACKWARD if restores_our_casts else BLOCK, swaps, dtype)
+        captured = _CapturedState(policy, BACKWARD if restores_casts else BLOCK, swaps, dtype)
         try:
             return state.within(functools.partial(captured.enter, state), original, self, *args)
         finally:
             if swaps and not keeps_graph():
-                setattr(self, _SWAPS, _NOTHING)
+                setattr(self, _SWAPS, _NO_SWAPS)
 
     return apply
 
 
-class _Captured(NamedTuple):
-    """The state of a call, for code that runs later.
+class _CapturedState(NamedTuple):
+    """The policy and the swaps of a thread, for code that runs later or in another thread.
 
-    `kind` is that of the call in which the code runs under `policy`.
+    `kind` is that of the new call in which the code then runs.
     """
 
     policy: Any
@@ -130,7 +136,7 @@ class _Captured(NamedTuple):
     computes_in: Any = UNCHANGED
 
     def enter(self, state: CastState, call: Call) -> None:
-        """Enter `call` for the code.  Other calls entered here exit with `call`."""
+        """Enter `call`, and inside it a call for each further swap; they exit with `call`."""
         call.kind = self.kind
         state.enter(call, None)
         state.set_policy(call, self.policy)
@@ -145,26 +151,27 @@ class _Captured(NamedTuple):
         """As `enter`, with half copies of its own."""
         self.enter(state, call)
         if self.policy is not None:
-            self.policy.cache.open_separate(thread_calls.stack[-1])
+            self.policy.cache.open_for_checkpoint(thread_calls.stack[-1])
 
 
-def _capture(state: CastState) -> _Captured:
-    """The state of this thread; the call's kind is USER_BLOCK where the user has set the policy."""
-    policy, (setting, by_user) = state.forward_policy(), state.innermost_setting()
-    kind = USER_BLOCK if by_user and policy is setting else BLOCK
-    return _Captured(policy, kind, state.swaps(), computes_in())
+def _capture(state: CastState) -> _CapturedState:
+    """The state of this thread; `kind` is USER_BLOCK if the user has set the policy."""
+    policy = state.forward_policy()
+    innermost_policy, by_user = state.innermost_policy()
+    kind = USER_BLOCK if by_user and policy is innermost_policy else BLOCK
+    return _CapturedState(policy, kind, state.swaps(), computes_in())
 
 
-def _under_present_policy(function: Callable, state: CastState) -> Callable:
+def _under_current_policy(function: Callable, state: CastState) -> Callable:
     """`function` under the policy that is active now; torch's autocast is that of its thread."""
     captured = _capture(state)._replace(swaps=())
     return functools.partial(state.within, functools.partial(captured.enter, state), function)
 
 
 def _recomputable(
-    function: Callable, state: CastState, captured: _Captured | None = None
+    function: Callable, state: CastState, captured: _CapturedState | None = None
 ) -> Callable:
-    """`function` in the state that this thread has now, with half copies of its own."""
+    """`function` in the captured state, or that of this thread now, with half copies of its own."""
     enter = functools.partial((captured or _capture(state)).enter_recompute, state)
     return functools.partial(state.within, enter, function)
 
@@ -177,33 +184,32 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
             yield from original(function, *args, **kwargs)
             return
         captured = _capture(state)
-        contexts = kwargs[CONTEXTS] if position is None else args[position]
+        make_contexts = kwargs[CONTEXTS] if position is None else args[position]
+        recompute_contexts: list[Any] = []
 
-        users: list[Any] = []
-
-        def user_contexts() -> tuple[Any, Any]:
-            forward, recompute = contexts()
-            users.append(recompute)
+        def make_forward_context() -> tuple[Any, Any]:
+            forward, recompute = make_contexts()
+            recompute_contexts.append(recompute)
             return forward, nullcontext()
 
         def in_user_context(*args: Any, **kwargs: Any) -> Any:
             """The recompute, in the user's context for it; both are under the forward's policy."""
-            with users[-1]:
+            with recompute_contexts[-1]:
                 return function(*args, **kwargs)
 
         if position is None:
-            kwargs[CONTEXTS] = user_contexts
+            kwargs[CONTEXTS] = make_forward_context
         else:
-            args = (*args[:position], user_contexts, *args[position + 1 :])
-        around = original(_recomputable(in_user_context, state, captured), *args, **kwargs)
+            args = (*args[:position], make_forward_context, *args[position + 1 :])
+        checkpoint = original(_recomputable(in_user_context, state, captured), *args, **kwargs)
         if captured.policy is None:
-            yield from around
+            yield from checkpoint
             return
         call = Call()
         try:
             state.enter(call, None)
-            captured.policy.cache.open_separate(call)
-            yield from around
+            captured.policy.cache.open_for_checkpoint(call)
+            yield from checkpoint
         finally:
             state.remove(call)  # perhaps late: a traceback keeps the generator alive
 
@@ -211,12 +217,12 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
 
 
 def _reentrant(original: Any, state: CastState) -> Any:
-    run = original.__func__
+    original_forward = original.__func__
 
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
         if not is_compiling():
             function = _recomputable(function, state)
-        return run(ctx, function, *args)
+        return original_forward(ctx, function, *args)
 
     return staticmethod(forward)
 
@@ -232,7 +238,7 @@ def _checkpoint(original: Callable, state: CastState) -> Callable:
 
 def _parallel_apply(original: Callable, state: CastState) -> Callable:
     def parallel_apply(modules: Sequence[Callable], *args: Any, **kwargs: Any) -> Any:
-        calls = [_under_present_policy(module, state) for module in modules]
+        calls = [_under_current_policy(module, state) for module in modules]
         return original(calls, *args, **kwargs)
 
     return parallel_apply

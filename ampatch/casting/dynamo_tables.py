@@ -1,12 +1,12 @@
 """What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
 
-Dynamo fills these tables at their first use, by name.  Filled while the patches are installed,
-they would have the replacements.  Dynamo would record a replacement without tracing its cast, and
-break the graph at the original, which no table has.  So here each name leads Dynamo to the
-original.
+Dynamo fills these tables at their first use, by the names of functions.  If it fills them while the
+patches are installed, they have the replacements.  Then Dynamo would record a replacement without
+tracing its cast, and break the graph at the original, which no table would have.  The corrections
+here give Dynamo the original for each name.
 
-All of it is private to torch; what a version lacks is left out.  This module never imports Dynamo,
-which takes seconds: it corrects each module of Dynamo when that is imported.
+The tables are private to torch; what a version lacks is left out.  This module never imports
+Dynamo, which takes seconds: it corrects each module of Dynamo once that is imported.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import wrapt
 from .calls import CastState
 from .patches import PatchSet
 
-Original = Callable[[Any], Any]
-Correction = Callable[[ModuleType, PatchSet, Original], None]
+OriginalOf = Callable[[Any], Any]
+Correction = Callable[[ModuleType, PatchSet, OriginalOf], None]
 
 
 class DynamoTables:
     """Corrects Dynamo's tables, from the first patch to `patches.undo`.
 
-    `original` returns the original of a replacement, and any other object itself.
+    `original_of` returns the original of a replacement, and any other object itself.
     """
 
     def __init__(
         self,
         patches: PatchSet,
-        original: Original,
+        original_of: OriginalOf,
         get_state: Callable[[], CastState],
     ) -> None:
         self._patches = patches
-        self._original = original
+        self._original_of_replacement = original_of
         self._corrections: dict[str, Correction] = {
             "torch._dynamo.trace_rules": _correct_rules,
             "torch._dynamo.variables.torch": _correct_functions,
-            "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original: (
+            "torch._dynamo.variables.ctx_manager": lambda contexts, patches, original_of: (
                 _trace_regions(contexts, patches, get_state)
             ),
         }
@@ -76,9 +76,9 @@ class DynamoTables:
 
     def _original_of(self, function: Any) -> Any:
         """The original of `function`, which may be a replacement of one of torch's tools."""
-        function = self._original(function)
+        function = self._original_of_replacement(function)
         while _is_ours(function) and hasattr(function, "__wrapped__"):
-            function = self._original(function.__wrapped__)
+            function = self._original_of_replacement(function.__wrapped__)
         return function
 
 
@@ -100,38 +100,38 @@ def _constant(value: Any) -> Any:
     return ConstantVariable.create(value)
 
 
-def _correct_rules(rules: ModuleType, patches: PatchSet, original: Original) -> None:
+def _correct_rules(rules: ModuleType, patches: PatchSet, original_of: OriginalOf) -> None:
     if hasattr(rules, "load_object"):
-        patches.replace(rules, "load_object", lambda load: lambda name: original(load(name)))
+        patches.replace(rules, "load_object", lambda load: lambda name: original_of(load(name)))
     if hasattr(rules, "is_callable_allowed"):
-        patches.replace(rules, "is_callable_allowed", _or_opaque)
+        patches.replace(rules, "is_callable_allowed", _allowing_opaque_calls)
     _correct_table(
         rules,
         "get_tensor_method",
         patches,
-        lambda methods: frozenset(map(original, methods)) | _methods(original),
+        lambda methods: frozenset(map(original_of, methods)) | _c_methods(original_of),
     )
 
 
-def _or_opaque(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _allowing_opaque_calls(is_callable_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda obj: is_opaque_call(obj) or is_callable_allowed(obj)
 
 
-def _methods(original: Original) -> frozenset:
+def _c_methods(original_of: OriginalOf) -> frozenset:
     """The methods of tensors that are written in C, the originals of replacements among them."""
-    methods = [original(getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
+    methods = [original_of(getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
     return frozenset(method for method in methods if inspect.ismethoddescriptor(method))
 
 
-def _correct_functions(variables: ModuleType, patches: PatchSet, original: Original) -> None:
+def _correct_functions(variables: ModuleType, patches: PatchSet, original_of: OriginalOf) -> None:
     def by_original(handlers: dict) -> dict:
-        return {original(function): handler for function, handler in handlers.items()}
+        return {original_of(function): handler for function, handler in handlers.items()}
 
-    kind = getattr(variables, "TorchInGraphFunctionVariable", None)
-    _correct_table(kind, "_get_handlers", patches, by_original)
+    variable_class = getattr(variables, "TorchInGraphFunctionVariable", None)
+    _correct_table(variable_class, "_get_handlers", patches, by_original)
     scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
-        corrected = frozenset(map(original, scalars))
+        corrected = frozenset(map(original_of, scalars))
         if corrected != scalars:  # filled while patches were installed, and never again
             setattr(variables, _SCALARS, corrected)
 

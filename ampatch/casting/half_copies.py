@@ -1,23 +1,23 @@
 """Half copies of FP32 weights: how they are made, and which a forward casts together.
 
-`half_copies` makes them: many by one node of the graph, with FP32 weights in, half copies out, and
-one batched copy each way.  Gradients reach `weight.grad` in FP32 through the weights' own gradient
-accumulators, as from any other cast, so that hooks, DDP, retained graphs and double backward
-see what they see in FP32 training.  A script may ask for the gradients of single weights
+`cast_weights` makes them.  One node of the graph casts many weights, with one batched copy in the
+forward and one in the backward.  Gradients reach `weight.grad` in FP32 through the weights' own
+gradient accumulators, as from any other cast, so that hooks, DDP, retained graphs and double
+backward see what they see in FP32 training.  A script may ask for the gradients of single weights
 (`torch.autograd.grad`).  Then autograd runs the backward of all layers whose weights share a node
 with these, so from the next forward on each weight has a node of its own.
 
 Weights are cast in buckets of bounded size (the idea is that of DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 all weights, at O1 those that the last forward used
-(`weight_cache.WeightUseOrder`).  Autograd runs ready nodes in the reverse order of their making,
-and the nodes of the casts are made before the forward: they would run at the very end of the
-pass, and all half gradients would wait for them.  So they get a high sequence number, and each
+(`weight_cache.WeightUseOrder`).  Autograd runs the newest of the ready nodes first.  The nodes of
+the casts are older than those of the forward, so they would run at the very end of the pass, and
+all half gradients would stay in memory until then.  So they get a high sequence number, and each
 runs as soon as its gradients are there (`torch_private/probes`).
 
 A node with an unused output calls the hooks of that weight with None.  So a weight that has
-hooks, or is in a module with backward hooks, has a node of its own.  In evaluation mode no weights
-share a node of a recorded graph: libraries that prune record one to find the weights behind each
-layer.
+hooks, or is in a module with backward hooks, has a node of its own.  In evaluation mode, weights
+never share a node of a recorded graph: pruning libraries record that graph to find the weights of
+each layer.
 """
 
 from __future__ import annotations
@@ -70,40 +70,41 @@ _wants_grad = operator.attrgetter("requires_grad")
 # Making copies
 
 
-def half_copies(
+def cast_weights(
     weights: list[Tensor],
     dtype: torch.dtype,
     *,
     own_nodes: bool = False,
     in_one_block: bool = False,
 ) -> Sequence[Tensor]:
-    """The copies of FP32 `weights` in `dtype`; gradients reach the weights.
+    """Copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    One node of the graph makes them and takes sparse gradients.  With `own_nodes` each weight has a
-    node, and may be of any kind, such as a DTensor.  `in_one_block` is for weights of an RNN that
-    share a block of memory (`are_one_block`), as their copies then do.
+    One node of the graph makes them and takes sparse gradients.  With `own_nodes` there is a node
+    for each weight, and a weight may be of any class, such as DTensor.  `in_one_block` is for
+    weights of an RNN that share a block of memory (`are_one_block`): then their copies share one.
 
     Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
-    `F.linear` on an input that is not contiguous folds its batch into one product only if the
-    weight requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
+    `F.linear` computes the batch of a non-contiguous input as one product only if the weight
+    requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
     """
     if in_one_block:
-        return _cast(weights, dtype, False, _written_in_one_block)
+        return _cast_weights(weights, dtype, False, _new_copies_in_one_block)
     if len(weights) == 1:
-        return _cast(weights, dtype, own_nodes)
+        return _cast_weights(weights, dtype, own_nodes)
     return _cast_many(weights, dtype, own_nodes)
 
 
-def _written(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """New tensors with these values in `dtype`, written in one batch, outside the graph."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     foreach.copy_(copies, list(tensors))
     return copies
 
 
-def _written_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `_written`, in one block of memory, at the same positions behind the first one."""
-    first, (begin, end) = tensors[0], span_of(tensors)
+def _new_copies_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As `_new_copies`, in one block of memory that has the layout of the tensors' own block."""
+    first = tensors[0]
+    begin, end = span_of(tensors)
     block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
     copies = [  # no views of one tensor: each is to have a version of its own
         first.new_empty(0, dtype=dtype).set_(
@@ -128,37 +129,39 @@ class _CastTogether(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [grad for grad in grads if grad is not None]
-        if (  # one call can write all of them
+        can_be_one_batch = (
             set(map(_layout_of, present)) == {torch.strided}
             and not torch.is_grad_enabled()  # with create_graph each gradient is cast in the graph
             and not is_recording()
             and not any(map(is_batched, present))
-        ):
-            widened = iter(_written(present, torch.float32))
+        )
+        if can_be_one_batch:
+            widened = iter(_new_copies(present, torch.float32))
         else:
             widened = map(Tensor.float, present)
         return None, None, *[None if grad is None else next(widened) for grad in grads]
 
 
 keep_torch_methods(_CastTogether)  # ampatch's own patches are for the script's Functions
-_apply = super(Function, _CastTogether).apply
+_apply_without_checks = super(Function, _CastTogether).apply
 """`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
 
 
-def _cast(
+def _cast_weights(
     weights: list[Tensor],
     dtype: torch.dtype,
     own_nodes: bool,
-    write: Callable[..., list[Tensor]] = _written,
+    write: Callable[..., list[Tensor]] = _new_copies,
 ) -> Sequence[Tensor]:
-    """In C++: `half_copies` of `weights.h`."""
+    """In C++: `cast_weights` of `weights.h`."""
     is_enabled = torch.is_grad_enabled()
     in_graph = is_enabled and any(map(_wants_grad, weights))
+    is_by_weight = own_nodes if in_graph else len(weights) == 1
     copies: Sequence[Tensor]
-    if own_nodes if in_graph else len(weights) == 1:
+    if is_by_weight:
         copies = [weight.to(dtype) for weight in weights]
     elif in_graph:
-        copies = _apply(write, dtype, *weights)
+        copies = _apply_without_checks(write, dtype, *weights)
     else:
         copies = write(weights, dtype)
     if in_graph:
@@ -174,7 +177,7 @@ def _cast(
 
 
 class Buckets:
-    """Weights of `root`, which is `model` or a submodule of it, in buckets, in their order.
+    """The `weights` of `root`, in their order, in buckets; `root` is `model` or a submodule of it.
 
     All weights of a bucket are on one device.
     """
@@ -196,18 +199,19 @@ class Buckets:
             bucket.append(weight)
 
     def to_cast(self) -> list[list[Tensor]]:
-        """The weights that a forward which begins now casts together: lists for `half_copies`.
+        """Lists of weights for `cast_weights`, to be called as a forward begins.
 
-        In a list all weights require a gradient, or none does.  Other weights are in no list.
+        In a list all weights require a gradient, or none does.  No list has a weight that needs a
+        node of its own.
         """
         if not torch.is_grad_enabled():  # no graph, so no hook runs
             return self.all
         may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
         hooked = ids_under_hooks(self._root) if may_share and any(self._hook_tables) else ()
-        together = []
+        lists = []
         for bucket in self.all:
             if may_share and not hooked and all_may_share_node(bucket[0], bucket):
-                together.append(bucket)
+                lists.append(bucket)
                 continue
             frozen = [weight for weight in bucket if not weight.requires_grad]
             sharing = [
@@ -218,14 +222,14 @@ class Buckets:
                 and may_share_node(weight)
                 and id(weight) not in hooked
             ]
-            together += filter(None, (frozen, sharing))
-        return together
+            lists += filter(None, (frozen, sharing))
+        return lists
 
 
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
-    size = sum(other.numel() for other in bucket) + weight.numel()
-    most = MAX_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MAX_BYTES
-    return len(bucket) < MAX_WEIGHTS and size * weight.element_size() <= most
+    elements = sum(other.numel() for other in bucket) + weight.numel()
+    max_bytes = MAX_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MAX_BYTES
+    return len(bucket) < MAX_WEIGHTS and elements * weight.element_size() <= max_bytes
 
 
 def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
@@ -233,10 +237,10 @@ def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
 
     In C++: `all_may_share_node` of `weights.h`.
     """
-    wanting = map(_wants_grad, bucket)
+    require_grad = map(_wants_grad, bucket)
     return (
         may_share_node(weight)
-        and all(wanting if weight.requires_grad else map(operator.not_, wanting))
+        and all(require_grad if weight.requires_grad else map(operator.not_, require_grad))
         and not any(map(any, map(hooks_of, bucket)))
     )
 
@@ -253,7 +257,7 @@ def may_share_node(weight: Tensor) -> bool:
 
 
 def wants_only_some(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
-    """Whether `wanted` (ids) has some of the weights that require a gradient, and not all."""
+    """Whether some of the weights that require a gradient are `wanted` (ids), and some are not."""
     are_wanted = {id(weight) in wanted for weight in weights if weight.requires_grad}
     return len(are_wanted) == 2
 
@@ -261,8 +265,8 @@ def wants_only_some(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
 def ids_under_hooks(root: nn.Module) -> set[int]:
     """Ids of the weights of modules that have backward hooks, and of their submodules.
 
-    Such a hook runs when the gradients of its module are complete.  With a shared node gradients
-    come when the bucket's are, perhaps later.
+    Such a hook runs when the gradients of its module are complete.  With a shared node they would
+    come later: with those of the whole bucket.
     """
     hooks_all = any(GLOBAL_BACKWARD_TABLES)
     return {
@@ -274,9 +278,9 @@ def ids_under_hooks(root: nn.Module) -> set[int]:
 
 
 def may_use_all(model: nn.Module) -> bool:
-    """Whether all weights of a bucket may count as used when one of them is used.
+    """Whether autograd may count all weights of a bucket as used if a forward uses one of them.
 
-    They may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
+    It may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
     """
     if not is_distributed():
         return True
@@ -284,6 +288,6 @@ def may_use_all(model: nn.Module) -> bool:
     return ddp is not None and not ddp.find_unused_parameters
 
 
-_cast_many = _cast
+_cast_many = _cast_weights
 if native.part is not None:
-    _cast_many, all_may_share_node = native.part.half_copies, native.part.all_may_share_node
+    _cast_many, all_may_share_node = native.part.cast_weights, native.part.all_may_share_node

@@ -28,8 +28,8 @@ class HandlerTables:
     """Tables in which handlers look up the function that they are called with.
 
     A table that has an original gets an entry for the replacement too, with the same value, until
-    `give_back`.  That moves the entries which the user's code has added for a replacement meanwhile
-    to the original.
+    `give_back`.  Entries that the user's code has added for a replacement meanwhile then become
+    entries of the original.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class HandlerTables:
         `holder` is the mode or the tensor whose handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
-            return _names_below({NN_NAME, original.__name__}, original)
+            return _names_builtin({NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
         search.in_function(getattr(handler, "__func__", handler), 0)
@@ -109,7 +109,7 @@ class _Search:
             with contextlib.suppress(ValueError):  # empty as yet
                 values.append(cell.cell_contents)
         names = set(_names(function.__code__))
-        self.has_original = self.has_original or _names_below(names, self._pair[0])
+        self.has_original = self.has_original or _names_builtin(names, self._pair[0])
         self._is_logging = self._is_logging or not names.isdisjoint(("add", "append"))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
@@ -137,8 +137,8 @@ class _Search:
     def _check(self, value: Any) -> bool:
         """Record which of the two `value` is or contains.  Returns whether it is a container."""
         original, patched = self._pair
-        kind = type(value)
-        table = next((cls for cls in (dict, set, frozenset) if issubclass(kind, cls)), None)
+        cls = type(value)
+        table = next((base for base in (dict, set, frozenset) if issubclass(cls, base)), None)
         if value is original:
             self.has_original = True
         elif table is not None:
@@ -152,8 +152,8 @@ class _Search:
                 else:
                     self.has_original = True
             return True
-        elif issubclass(kind, (list, tuple)):
-            items = list((list if issubclass(kind, list) else tuple).__iter__(value))
+        elif issubclass(cls, (list, tuple)):
+            items = list((list if issubclass(cls, list) else tuple).__iter__(value))
             if len(items) <= _MAX_ITEMS:
                 self.has_original = self.has_original or any(item is original for item in items)
                 self.has_patched = self.has_patched or any(item is patched for item in items)
@@ -176,8 +176,8 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _names_below(names: set[str], original: Callable) -> bool:
-    """Whether code names the original in `torch._C._nn`, from which F has some functions."""
+def _names_builtin(names: set[str], original: Callable) -> bool:
+    """Whether code names the original as a builtin of `torch._C._nn`: F has some from there."""
     name = getattr(original, "__name__", "")
     return NN_NAME in names and name in names and getattr(NN, name, None) is original
 

@@ -35,7 +35,7 @@ from .arguments import leaves
 from .calls import CastState
 from .patches import PatchSet
 
-_OPERATOR = torch.Tensor.__matmul__
+_MATMUL_OPERATOR = torch.Tensor.__matmul__
 
 
 class HasHandler(Exception):
@@ -58,24 +58,24 @@ def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
     """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
-    if original is _OPERATOR:  # torch calls handlers with the method
+    if original is _MATMUL_OPERATOR:  # torch calls handlers with the method
         patched, original = torch.Tensor.matmul, original_of_matmul()
     overloaded = overloaded_args(tuple(leaves((*args, *kwargs.values()))))
     types = tuple(map(type, overloaded))
 
-    def ask(handler: Any) -> Any:
-        if not state.tables.knows_only_original(original, patched, handler):
+    def call_handler(handler: Any) -> Any:
+        if not state.handler_tables.knows_only_original(original, patched, handler):
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
-        with _pushed(_Redirect(original, patched)):
+        with _within_mode(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)
 
     if is_mode_on():
-        with _popped() as mode:
-            result = ask(mode)
+        with _without_innermost_mode() as mode:
+            result = call_handler(mode)
         if result is not NotImplemented:
             return result
     for value in overloaded:
-        result = ask(value)
+        result = call_handler(value)
         if result is not NotImplemented:
             return result
     raise TypeError(
@@ -86,7 +86,7 @@ def call_handlers(
 
 
 @contextlib.contextmanager
-def _popped() -> Iterator[TorchFunctionMode]:
+def _without_innermost_mode() -> Iterator[TorchFunctionMode]:
     mode = pop_mode()
     try:
         yield mode
@@ -95,7 +95,7 @@ def _popped() -> Iterator[TorchFunctionMode]:
 
 
 @contextlib.contextmanager
-def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
+def _within_mode(mode: TorchFunctionMode) -> Iterator[None]:
     push_mode(mode)
     try:
         yield
@@ -116,17 +116,19 @@ def without_modes() -> Iterator[None]:
 
 def without_modes_if_any(state: CastState) -> AbstractContextManager[None]:
     """`without_modes()`, if any thread is in a mode."""
-    return without_modes() if state.threads_in_modes and not is_dynamo_compiling() else _NOTHING
+    return (
+        without_modes() if state.threads_in_modes and not is_dynamo_compiling() else _NULL_CONTEXT
+    )
 
 
-_NOTHING = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
 def refill_overridable_tables(patches: PatchSet) -> None:
     """Have torch fill its tables of overridable functions anew.
 
-    torch fills them once.  Filled before the patches they lack the replacements; filled while the
-    patches are installed they would keep the replacements for ever.
+    torch fills them once.  Tables from before the patches lack the replacements; tables that torch
+    fills while the patches are installed would keep the replacements for ever.
     """
     for name in TABLES:
         patches.replace(torch.overrides, name, lambda table: functools.cache(table.__wrapped__))
@@ -137,22 +139,22 @@ class _Redirect(TorchFunctionMode):
 
     def __init__(self, original: Callable, patched: Callable) -> None:
         super().__init__()
-        self._names = (original, patched)
+        self._pair = (original, patched)
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         # torch calls the handler with the class's attribute: for a method the replacement.
-        if function in self._names:
-            function = self._names[1]
+        if function in self._pair:
+            function = self._pair[1]
         return function(*args, **(kwargs or {}))
 
 
 class FunctionModes:
     """Records whether this thread is in a TorchFunctionMode: its calls then take the slow path.
 
-    After each change of torch's stack of modes the stack itself is read.  So modes may enter and
-    exit in any order, also before the patches come and after they go.
+    It reads torch's stack of modes after each change of the stack.  So modes may enter and exit in
+    any order, also before the patches come and after they go.
     """
 
     def __init__(self, state: CastState) -> None:
@@ -169,7 +171,8 @@ class FunctionModes:
 
     def record_thread(self) -> None:
         """Record whether this thread is in a mode."""
-        thread, is_in = threading.get_ident(), count_modes() > 0
+        thread = threading.get_ident()
+        is_in = count_modes() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return

@@ -47,24 +47,24 @@ class HeldFunctions:
         """The name of the function that `value` is or a partial of, if it has a replacement."""
         while isinstance(value, (functools.partial, staticmethod)):
             value = value.func if isinstance(value, functools.partial) else value.__func__
-        patched = None if self._replacements is None else self._replacements.of(value)
+        patched = None if self._replacements is None else self._replacements.replacement_of(value)
         return None if patched is None else f"{patched.__module__}.{patched.__qualname__}"
 
     def _exchange_all(self, convert: Callable[[Any], Any]) -> None:
         for module in self._model.modules():
-            own = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
-            for name in own.keys() - _TORCHS_OWN:
-                value = own[name]
+            attributes = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
+            for name in attributes.keys() - _TORCHS_OWN:
+                value = attributes[name]
                 if (new := self._exchanged(value, convert)) is not value:
-                    own[name] = new
+                    attributes[name] = new
         self._seen.clear()
 
     def _exchanged(self, value: Any, convert: Callable[[Any], Any]) -> Any:
-        kind = type(value)
-        if kind is list or kind in _DICTS:
+        cls = type(value)
+        if cls is list or cls in _DICTS:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                for key, item in list(enumerate(value) if kind is list else value.items()):
+                for key, item in list(enumerate(value) if cls is list else value.items()):
                     if (new := self._exchanged(item, convert)) is not item:
                         value[key] = new
             return value
@@ -72,8 +72,8 @@ class HeldFunctions:
             items = [self._exchanged(item, convert) for item in value]
             if all(new is item for new, item in zip(items, value)):
                 return convert(value)
-            rebuilt = kind(*items) if hasattr(value, "_fields") else kind(items)
-        elif kind is functools.partial:
+            rebuilt = cls(*items) if hasattr(value, "_fields") else cls(items)
+        elif cls is functools.partial:
             if (function := convert(value.func)) is value.func:
                 return convert(value)
             rebuilt = functools.partial(function, *value.args, **value.keywords)
@@ -87,11 +87,11 @@ class HeldFunctions:
 
     def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
-        patched = self._replacements.of(value)
+        patched = self._replacements.replacement_of(value)
         return value if patched is None else patched
 
     def _restored(self, value: Any) -> Any:
         assert self._replacements is not None
         rebuilt, original = self._rebuilt.get(id(value), (None, None))
         is_rebuilt = rebuilt is value and rebuilt is not None
-        return original if is_rebuilt else self._replacements.original(value)
+        return original if is_rebuilt else self._replacements.original_of(value)

@@ -1,7 +1,7 @@
 """Installs the patches: for each row of the tables a replacement that follows the row's rule.
 
-Installed once, when the first session that needs it opens, and taken out when
-the last closes; sessions differ in their policies, not in what is patched.
+The patches are installed once, when the first session that needs them opens, and removed when
+the last one closes.  Sessions differ in their policies, not in what is patched.
 What this torch lacks is left out; `ampatch doctor` lists it.
 """
 
@@ -62,13 +62,13 @@ class Installation:
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
-        self._dynamo = DynamoTables(self._patches, self.replacements.original, get_state)
+        self._dynamo = DynamoTables(self._patches, self.replacements.original_of, get_state)
 
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
         """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
 
-        `overridden` are the functions of torch that policies give another precision, each with
-        whether it computes in FP32 at every level.  If this fails halfway, it undoes its patches.
+        `overridden` has the functions of torch that policies override, and for each whether it
+        computes in FP32 at every level.  If this fails halfway, it undoes its patches.
         """
         self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
         try:
@@ -87,7 +87,7 @@ class Installation:
                 self._put_if_there(where, name, make)
             if with_tables:
                 refill_overridable_tables(self._patches)
-                self._patches.on_undo(self._state.tables.give_back)
+                self._patches.on_undo(self._state.handler_tables.give_back)
             self.replacements.rebind()
         except BaseException:
             self.undo()
@@ -105,9 +105,9 @@ class Installation:
                 rules[row.where, name] = choose_float if is_float else refused(_message(row, name))
         for where, name, rule in edits:
             rules[where, name] = no_rule if rule is None else CHOOSERS[rule]
-        original = self.replacements.original
+        original_of = self.replacements.original_of
         return {
-            original(getattr(resolve(where), name)): choose
+            original_of(getattr(resolve(where), name)): choose
             for (where, name), choose in rules.items()
             if exists(where, name)
         }
@@ -122,13 +122,16 @@ class Installation:
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch what the user registered: a function, a method, an autograd Function class."""
-        choose, get_state, function = CHOOSERS[rule], self._get_state, raw_attribute(owner, name)
+        choose, get_state = CHOOSERS[rule], self._get_state
+        function = raw_attribute(owner, name)
         if user_functions.is_function_class(function):
-            for method, make in user_functions.methods(function, choose, get_state).items():
+            for method, make in user_functions.function_class_replacements(
+                function, choose, get_state
+            ).items():
                 self._patches.replace(function, method, make)
         elif isinstance(function, (staticmethod, classmethod)):
             self._patches.replace(
-                owner, name, lambda raw: user_functions.following(raw, choose, get_state)
+                owner, name, lambda raw: user_functions.casting_wrapper(raw, choose, get_state)
             )
         else:
 
@@ -149,8 +152,9 @@ class Installation:
             self.replacements.put(resolve(where), name, make, shared)
 
     def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
-        """The maker of the replacement of `where.name`, by all rows that name it."""
-        row, at_every_level = _TABLES.get((where, name)), _AT_EVERY_LEVEL.get((where, name))
+        """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
+        row = _TABLES.get((where, name))
+        at_every_level = _AT_EVERY_LEVEL.get((where, name))
         choose: Choose = no_rule
         if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name))
@@ -164,16 +168,17 @@ class Installation:
     def _maker(
         self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
     ) -> Callable[[Any], Any]:
-        """The maker of a replacement, for functions with overrides too.
+        """The `make(original)` of a replacement, which may be for a function with an override.
 
-        `name` is that of a row that casts to FP32, else "".
+        `name` is the function's name if its row casts to FP32, else "".
         """
 
         def make(original: Any) -> Callable:
-            function = self.replacements.original(original)
-            run, casts_nothing_inside = run_in_fp32, None
+            function = self.replacements.original_of(original)
+            run = run_in_fp32
+            casts_nothing_inside = None
             if self.overridden.get(function):
-                run = special_ops.make_run_in_fp32(special_ops.OVERRIDDEN, "", self._state)
+                run = special_ops.make_run_in_fp32(special_ops.OVERRIDE_ROW, "", self._state)
             rule, run = special_ops.with_fp32_kernels(name, choose, run)
             if function in self.overridden:
                 rule, casts_nothing_inside = with_overrides(function, rule)
@@ -204,19 +209,19 @@ class RegisteredFunctions:
         self._rules: dict[tuple[Any, str], Rule] = {}  # by owner and name
 
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
-        """Have a function follow a rule from now on.  Returns whether patches are out of date.
+        """Have a function follow a rule from now on.  Returns whether the patches must be renewed.
 
         Raises `AttributeError` if `place` has no such name, `TypeError` for what cannot follow a
         rule.
         """
-        call = f"ampatch.register_{rule.value}_function"
-        owner, attribute = user_place(call, place, name)
+        user_call = f"ampatch.register_{rule.value}_function"
+        owner, attribute = user_place(user_call, place, name)
         if not hasattr(owner, attribute):
             raise AttributeError(
                 f"{_title(owner)} has no attribute {attribute!r}; nothing was registered."
             )
-        what = f"{call}({_title(owner)}, {attribute!r})"
-        user_functions.check(raw_attribute(owner, attribute), what)
+        user_call += f"({_title(owner)}, {attribute!r})"
+        user_functions.check_can_follow_rule(raw_attribute(owner, attribute), user_call)
         previous = self._rules.get((owner, attribute))
         self._rules[owner, attribute] = rule
         if previous is None and self._installation.has_tables:
@@ -225,12 +230,12 @@ class RegisteredFunctions:
 
     def forget(self, place: Any, name: str | None) -> None:
         """Take a registration back.  Raises `ValueError` if there is none."""
-        call = "ampatch.unregister_function"
-        owner, attribute = user_place(call, place, name)
+        user_call = "ampatch.unregister_function"
+        owner, attribute = user_place(user_call, place, name)
         if self._rules.pop((owner, attribute), None) is None:
             known = [f"{_title(owner)}.{attribute}" for owner, attribute in self._rules]
             raise ValueError(
-                f"{call}: {_title(owner)}.{attribute} is not registered. "
+                f"{user_call}: {_title(owner)}.{attribute} is not registered. "
                 f"Registered: {', '.join(known) or 'nothing'}."
             )
 

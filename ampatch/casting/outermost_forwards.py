@@ -22,7 +22,7 @@ from .handlers import has_handler
 from .policy import Policy
 from .rules import TENSORS, dtype_of
 
-_MOST_NODES = 1000  # of the graph, among which a call outside of modules looks for a parameter
+_MAX_NODES = 1000  # of the graph, among which a call outside of modules looks for a parameter
 
 
 class OutermostForwards:
@@ -41,7 +41,7 @@ class OutermostForwards:
             state = self._state
             if is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            policy = state.current()  # one without a condition: of a forward around this call
+            policy = state.current()  # without a condition: that of a forward around this call
             is_outside = policy is not None and policy.condition is not None
             if not is_outside or next(module.parameters(), None) is None:
                 return original(module, *args, **kwargs)
@@ -80,7 +80,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     if isinstance(base_of(tensor), nn.Parameter):
         return True
     todo = [tensor.grad_fn]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not todo:
             break
         node = todo.pop()

@@ -27,8 +27,13 @@ from .patches import PatchSet
 from .tables import BUILTINS
 
 NAMESPACES = (
-    *("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft"),
-    *("torch.sparse", "torch.Tensor"),
+    "torch",
+    "torch.nn.functional",
+    "torch.linalg",
+    "torch.special",
+    "torch.fft",
+    "torch.sparse",
+    "torch.Tensor",
 )
 """Where torch keeps the functions that overrides and registrations may name."""
 
@@ -71,10 +76,10 @@ def public_name(where: str) -> str:
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
-def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
+def user_place(user_call: str, place: Any, name: str | None) -> tuple[Any, str]:
     """`(owner, name)` of a function of the user's, from these two or from one dotted string.
 
-    Raises `ValueError` for a module that is not imported.  Errors begin with `call`.
+    Raises `ValueError` for a module that is not imported.  Errors begin with `user_call`.
     """
     if isinstance(name, str) and place is not None:
         owner, attribute = place, name
@@ -83,14 +88,14 @@ def user_place(call: str, place: Any, name: str | None) -> tuple[Any, str]:
         is_text = isinstance(place, str) and name is None
         if not is_text or not owner:
             raise (ValueError if is_text else TypeError)(
-                f"{call}(module={place!r}, name={name!r}): expected a module or class and the name "
-                'of a function in it, or one dotted string such as "package.module.function".'
+                f"{user_call}(module={place!r}, name={name!r}): expected a module or class and the "
+                'name of a function in it, or one dotted string such as "package.module.function".'
             )
     if isinstance(owner, str):
         title, (parent, _, inner) = owner, owner.rpartition(".")
         owner = sys.modules.get(title) or getattr(sys.modules.get(parent), inner, None)
         if owner is None:
-            raise ValueError(f"{call}: {title} is not imported. Import it before this call.")
+            raise ValueError(f"{user_call}: {title} is not imported. Import it before this call.")
     return owner, attribute
 
 
@@ -102,13 +107,13 @@ class Replacements:
         self.pairs: dict[int, tuple[Any, Any]] = {}  # replacement, original; by the first's id
         self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
 
-    def original(self, function: Any) -> Any:
+    def original_of(self, function: Any) -> Any:
         """The original of `function`, if it is a replacement; else `function` itself."""
         while id(function) in self.pairs:
             function = self.pairs[id(function)][1]
         return function
 
-    def of(self, original: Any) -> Any:
+    def replacement_of(self, original: Any) -> Any:
         """The replacement of one of torch's functions, or None."""
         return self._by_original.get(id(original))
 
@@ -145,7 +150,9 @@ class Replacements:
     def give_back(self) -> None:
         """The patches are out: bind the user's names for replacements to the originals again."""
         if self.pairs:
-            give_back((function, self.original(function)) for function, _ in self.pairs.values())
+            bind_originals(
+                (function, self.original_of(function)) for function, _ in self.pairs.values()
+            )
         self.pairs.clear()
         self._by_original.clear()
 
@@ -163,22 +170,22 @@ def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) ->
 
 
 NOT_SEARCHED = {"torch", "ampatch"}
-"""Packages in whose modules, by name or title in `sys.modules`, no name is rebound."""
+"""Packages in whose modules no name is rebound."""
 
 
 def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
     wanted = frozenset(functions)
-    globals_found = []
+    bindings = []
     for namespace in _namespaces() if wanted else ():
         # Few of thousands of modules.  In C throughout: no other thread can import meanwhile.
         if not wanted.isdisjoint(map(id, namespace.values())):
-            globals_found += [
+            bindings += [
                 (namespace, name, value)
                 for name, value in list(namespace.items())
                 if id(value) in wanted
             ]
-    return globals_found
+    return bindings
 
 
 def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
@@ -193,7 +200,7 @@ def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
             patches.rebind(namespace, name, value)
 
 
-def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
+def bind_originals(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Bind each global that still is a replacement to its original: `pairs` of these two.
 
     To be called when the patches are out.  Containers, classes and functions that hold a
@@ -206,13 +213,13 @@ def give_back(pairs: Iterable[tuple[Any, Any]]) -> None:
             value = namespace[name] = originals[id(value)]
 
 
-_passed_by: set[str] = set()  # titles of modules of `NOT_SEARCHED`, most of what is imported
+_not_searched_titles: set[str] = set()  # titles in `sys.modules`, once seen
 
 
 def _namespaces() -> Iterator[dict]:
-    for title in sorted(sys.modules.keys() - _passed_by):
+    for title in sorted(sys.modules.keys() - _not_searched_titles):
         if title.partition(".")[0] in NOT_SEARCHED:
-            _passed_by.add(title)
+            _not_searched_titles.add(title)
             continue
         module = sys.modules.get(title)
         if _is_module(module):

@@ -1,4 +1,4 @@
-"""Policies, by which the rules cast a call: dtypes, devices, overrides; blocks under a policy.
+"""Policies: to which dtypes and on which devices calls are cast; `with` blocks under a policy.
 
 A policy belongs to a thread, as torch's grad mode does.  While a generator or a task is suspended
 inside a `with` block, other code of the thread runs under that block too.
@@ -25,15 +25,16 @@ Condition = Callable[[tuple, dict], bool]
 class Policy:
     """What the rules mean while this policy is active.
 
-    `half_to` and `float_to` are the dtypes that HALF and FLOAT rows cast to;
-    `precision("float")` sets both to FP32.  `devices` are the device types whose
-    tensors are cast, None for all.  `condition`, if any, gets a call's arguments and
-    says whether the rules apply to the call.  `functions` maps functions of torch to what they
-    follow instead of their rows: a `Choose` of `rules`.
-    `half_dtype` stays the half dtype where `precision("float")` has FP32 for `half_to`.
-    `in_forwards`: for a policy that casts nothing in backward passes, the policy of forwards and
-    of what repeats them in a backward pass; else None.
-    `attention_in_graphs`: see `special_ops.opaque_attention`.
+    * `half_to`, `float_to`: the dtypes that HALF and FLOAT rows cast to.  `precision("float")` sets
+      both to FP32.
+    * `devices`: the device types whose tensors are cast; None: all.
+    * `condition(args, kwargs)`: whether the rules apply to a call; None: they apply to all calls.
+    * `functions`: by function of torch, the `Choose` (`rules`) that it follows instead of its row.
+    * `half_dtype`: the half dtype of the session, also where `precision("float")` sets `half_to` to
+      FP32.
+    * `in_forwards`: None for most policies.  Else this policy casts nothing in backward passes, and
+      `in_forwards` is the policy of forwards, and of their recomputations in a backward pass.
+    * `attention_in_graphs`: see `special_ops.opaque_attention`.
     """
 
     half_to: torch.dtype
@@ -52,7 +53,7 @@ class Policy:
             self.half_dtype = self.half_to
 
     def with_half_dtype(self, half: torch.dtype) -> Policy:
-        """The tables with another half dtype, and with a cache that no forward opens."""
+        """This policy with another half dtype, and with a cache that no forward opens."""
         if half is self.half_to:
             return self
         return dataclasses.replace(
@@ -64,7 +65,7 @@ class Policy:
             cache=WeightCache(),
         )
 
-    def casts_on(self, device: str) -> bool:
+    def casts_on_device(self, device: str) -> bool:
         """Whether tensors on this type of device are cast."""
         return self.devices is None or device in self.devices
 
@@ -83,24 +84,27 @@ class Policy:
 
 
 class PolicyContext:
-    """`with` block or decorator under the policy that `choose()` gives at each entry; nests.
+    """`with` block or decorator under the policy that `choose()` returns at each entry; nests.
 
-    `call` is the user's call that has made this block, as written.  The block holds inside managed
-    models too, and torch's own autocast is off in it.
+    `user_call` is the text of the call that made this block, for errors.  The block's policy is
+    active in managed models too, and torch's own autocast is off in the block.
     """
 
-    __slots__ = ("_call", "_choose", "_state")
+    __slots__ = ("_choose", "_state", "_user_call")
 
-    def __init__(self, state: CastState, choose: Callable[[], Policy | None], call: str) -> None:
+    def __init__(
+        self, state: CastState, choose: Callable[[], Policy | None], user_call: str
+    ) -> None:
         self._state = state
         self._choose = choose
-        self._call = call
+        self._user_call = user_call
 
     def __enter__(self) -> None:
-        policy, state = self._choose(), self._state
-        off = state.autocast_devices() if state.may_cast_in_thread() else ()
+        policy = self._choose()
+        state = self._state
+        autocast_off = state.autocast_devices() if state.may_cast_in_thread() else ()
         try:
-            state.enter_block(policy, USER_BLOCK, self, off)
+            state.enter_block(policy, USER_BLOCK, self, autocast_off)
         except BaseException:
             state.exit_block(self)
             raise
@@ -116,14 +120,14 @@ class PolicyContext:
         if _runs_later(function):
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
-                f"{self._call} cannot decorate {name}: a generator or coroutine function returns "
-                f"before it runs. Write `with {self._call}:` inside the function, around the "
-                "calls; no `yield` or `await` belongs inside the block."
+                f"{self._user_call} cannot decorate {name}: a generator or coroutine function "
+                f"returns before it runs. Write `with {self._user_call}:` inside the function, "
+                "around the calls; no `yield` or `await` belongs inside the block."
             )
 
         @functools.wraps(function)
         def in_context(*args: Any, **kwargs: Any) -> Any:
-            with PolicyContext(self._state, self._choose, self._call):
+            with PolicyContext(self._state, self._choose, self._user_call):
                 return function(*args, **kwargs)
 
         decorated: Any = in_context

@@ -45,8 +45,8 @@ class _NoHalfKernel(Exception):
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     """`value` with its castable tensors in `to`; the same object where nothing changes."""
-    kind = type(value)
-    if kind is Tensor or kind is Parameter:
+    cls = type(value)
+    if cls is Tensor or cls is Parameter:
         dtype = value.dtype
         if dtype is to or dtype not in CASTABLE:
             return value
@@ -54,18 +54,18 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if value.layout is not torch.strided and _must_stay_float(value, to):
             raise _NoHalfKernel
-        if kind is Parameter and not is_dynamo_compiling():
+        if cls is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
         if torch.is_grad_enabled() or not value.requires_grad:  # as below, without another call
             return value.to(to)
         return _cast_tensor(value, to)
-    if kind in SCALARS:
+    if cls in SCALARS:
         return value
     return _cast_uncommon(value, to, policy)
 
 
 def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
-    """The result requires a gradient as `value` does, under `no_grad` too: see `half_copies`."""
+    """The result requires a gradient as `value` does, under `no_grad` too: see `cast_weights`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():
@@ -82,7 +82,8 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if type(value) is list and _is_block(value, to, policy):
             return list(policy.cache.cast_block(value, to))
-        inside, changed = [], False
+        inside = []
+        changed = False
         for item in value:
             new = item if type(item) in SCALARS else cast(item, to, policy)
             changed = changed or new is not item
@@ -111,13 +112,14 @@ def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
         and are_one_block(values)
         and not is_recording()
         and values[0].dtype is torch.float32
-        and policy.casts_on(values[0].device.type)
+        and policy.casts_on_device(values[0].device.type)
     )
 
 
 def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
     """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
-    cast_args, cast_kwargs = [], kwargs  # loops, since a comprehension is a call before Python 3.12
+    cast_args = []  # by a loop, since a comprehension is a call before Python 3.12
+    cast_kwargs = kwargs
     try:
         for arg in args:
             cast_args.append(arg if type(arg) in SCALARS else cast(arg, to, policy))
@@ -129,7 +131,7 @@ def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> 
 
 
 def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and type of device.  Handlers do not see it asked: it is no user's call."""
+    """A tensor's dtype and device type.  Handlers do not see this read, which is no user's call."""
     if type(value) not in TENSORS and has_handler(value):
         with unhandled():
             return value.dtype, value.device.type
@@ -139,11 +141,11 @@ def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
 def is_castable(value: Tensor, policy: Policy) -> bool:
     """Whether rules may cast this tensor at all."""
     dtype, device = dtype_and_device(value)
-    return dtype in CASTABLE and policy.casts_on(device)
+    return dtype in CASTABLE and policy.casts_on_device(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
-    """A tensor's dtype.  Handlers do not see this call."""
+    """A tensor's dtype.  Handlers do not see this read."""
     return dtype_and_device(value)[0]
 
 
@@ -177,12 +179,12 @@ def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """For `torch._VF.einsum(equation, operands)`, by the sums and products in it."""
     equation = args[0] if args else kwargs["equation"]
-    choose = _chooser_of.__wrapped__ if is_dynamo_compiling() else _chooser_of
+    choose = _chooser_for_equation.__wrapped__ if is_dynamo_compiling() else _chooser_for_equation
     return choose(equation)(args, kwargs, policy)
 
 
 @functools.lru_cache(maxsize=1024)
-def _chooser_of(equation: str) -> Choose:
+def _chooser_for_equation(equation: str) -> Choose:
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
     kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
@@ -242,29 +244,30 @@ def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> t
     return _float_on_cpu(args, kwargs, policy)
 
 
-_FEW = 16  # addends that half adds up with the error of a few roundings
-_MOST_IN_WINDOW = 65_504  # elements, which kernels count in float16
+_FEW_ADDENDS = 16  # addends that half adds up with the error of a few roundings
+_MAX_IN_WINDOW = 65_504  # elements, which kernels count in float16
 
 
 def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For pooling: FP32 where an element is in many windows, which add to its gradient in half.
+    """For pooling: FP32 if an element is in many windows, each of which adds to its gradient.
 
-    A number instead of a tuple is the size in each of the dimensions.
+    An int instead of a tuple is the size in each dimension.
     """
-    value, size = first_argument(args, kwargs), kwargs.get("kernel_size", kwargs.get("output_size"))
+    value = first_argument(args, kwargs)
+    size = kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
     ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
     rank = ranks[0] if ranks else min(3, value.dim() - 1)
     window = _of_rank(size, rank)
-    if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # so many windows
+    if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # the number of windows
         lengths = value.shape[value.dim() - rank :]
         counts = [1 if out is None else out // max(n, 1) + 1 for out, n in zip(window, lengths)]
     else:
         strides = _of_rank(stride, rank) if stride else window
         counts = [-(-width // max(step, 1)) for width, step in zip(window, strides)]
-        counts += [_FEW + 1] if math.prod(window) > _MOST_IN_WINDOW else []
-    return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW else None
+        counts += [_FEW_ADDENDS + 1] if math.prod(window) > _MAX_IN_WINDOW else []
+    return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW_ADDENDS else None
 
 
 def _of_rank(size: Any, rank: int) -> list:
@@ -296,12 +299,12 @@ def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 
 
 def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """No rule: only an override casts this function."""
+    """For functions without a rule: only an override casts them."""
     return None
 
 
 def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """A rule: that of the policy, if it overrides this function of torch, else `choose`.
+    """The policy's rule for this function of torch, if it overrides the function, else `choose`.
 
     Also returns a predicate: whether a policy overrides the function.
     """

@@ -1,7 +1,7 @@
 """Functions of torch that need more than a cast, and so cannot be rows of a table.
 
-Each function here returns `make(original) -> replacement` for one function of torch, or a
-list of `(where, name, make)` for `install.py` to put in.
+Most functions here return a replacement or a part of one, or a list of `(where, name, make)`, by
+which `install.py` replaces `where.name` by `make(original)`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ Make = Callable[[Callable], Callable]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LARGE_WEIGHT = 2**14
-"""From so many elements on, converting a half copy takes longer than looking up its FP32 weight."""
+"""For weights of this many elements or more, converting the half copy takes longer than looking up
+the FP32 weight."""
 
-_ANY_DEVICE = Policy(half_to=torch.float32)
+_ALL_DEVICES_POLICY = Policy(half_to=torch.float32)
 
-OVERRIDDEN = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
-"""The row of EVERY_LEVEL that a function has while a session of half models names it."""
+OVERRIDE_ROW = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
+"""The row of a function that `overrides` names, for `make_run_in_fp32`, at O2 and O3."""
 
 
 def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
@@ -57,11 +58,12 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     first argument.  Where an argument is a half copy in the slot of a weight, the call reads the
     FP32 weight instead.
     """
-    choose, is_everywhere = CHOOSERS[row.rule], row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
-    in_place = name.endswith("_") and not name.endswith("__")
+    choose = CHOOSERS[row.rule]
+    is_for_all_devices = row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
+    is_in_place = name.endswith("_") and not name.endswith("__")
     is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
 
-    def run_in_fp32(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run_in_fp32(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
                 if value.dtype in HALF_DTYPES:
@@ -69,24 +71,27 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
             elif isinstance(value, (list, tuple)) and _has_half(value):
                 break
         else:
-            return call(*args, **kwargs)
+            return function(*args, **kwargs)
         if row.only_gradient and not _is_recorded(args, kwargs):
-            return call(*args, **kwargs)
-        to = choose(args, kwargs, _ANY_DEVICE) if is_everywhere or value.is_cpu else None
+            return function(*args, **kwargs)
+        is_covered = is_for_all_devices or value.is_cpu
+        to = choose(args, kwargs, _ALL_DEVICES_POLICY) if is_covered else None
         if to is None or kwargs.get("out") is not None:
-            return call(*args, **kwargs)
-        promoted = ((first_argument(args, kwargs),), {}) if is_norm else (args, kwargs)
-        dtype = widest_dtype(*promoted, _ANY_DEVICE)
-        if dtype is None or dtype is to:
-            return call(*args, **kwargs)
+            return function(*args, **kwargs)
+        if is_norm:
+            result_dtype = widest_dtype((first_argument(args, kwargs),), {}, _ALL_DEVICES_POLICY)
+        else:
+            result_dtype = widest_dtype(args, kwargs, _ALL_DEVICES_POLICY)
+        if result_dtype is None or result_dtype is to:
+            return function(*args, **kwargs)
+        float_kwargs = {name: float_of(arg) for name, arg in kwargs.items()}
         cast_args, cast_kwargs = cast_arguments(
-            *(map(float_of, args), {name: float_of(arg) for name, arg in kwargs.items()}),
-            *(to, _ANY_DEVICE),
+            map(float_of, args), float_kwargs, to, _ALL_DEVICES_POLICY
         )
-        result = call(*cast_args, **cast_kwargs)
-        if in_place:
+        result = function(*cast_args, **cast_kwargs)
+        if is_in_place:
             return first_argument(args, kwargs).copy_(result)
-        return cast(result, dtype, _ANY_DEVICE)
+        return cast(result, result_dtype, _ALL_DEVICES_POLICY)
 
     def float_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and thread_calls.stack:
@@ -101,9 +106,10 @@ def _has_half(values: Sequence) -> bool:
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
-    """Whether autograd may record this call; within a transform tensors do not tell.
+    """Whether autograd may record this call.
 
-    A trace casts the same in each grad mode: `torch.jit.trace` checks it under `no_grad`.
+    True in a transform, where `requires_grad` does not say so.  Under `no_grad` it is True in a
+    trace, which must cast the same in both grad modes: `torch.jit.trace` checks it under `no_grad`.
     """
     if not torch.is_grad_enabled():
         return not is_dynamo_compiling() and is_tracing()
@@ -116,7 +122,7 @@ def _is_recorded(args: tuple, kwargs: dict) -> bool:
 def with_fp32_kernels(
     name: str, choose: Choose, run_in_fp32: Callable | None
 ) -> tuple[Choose, Callable | None]:
-    """Let a row that casts to FP32 use kernels that read half tensors and compute in FP32.
+    """Let the function `name` use a kernel that reads half tensors and computes in FP32.
 
     Accelerators have some; then no FP32 copy is made.  Takes and returns the `choose` and the
     `run_in_fp32` of `wrapper.replacement`.
@@ -125,7 +131,7 @@ def with_fp32_kernels(
         return choose, run_in_fp32
     can_compute, compute = _FP32_KERNELS[name]
 
-    def needs_no_copy(args: tuple, kwargs: dict, policy: Policy) -> bool:
+    def has_kernel(args: tuple, kwargs: dict, policy: Policy) -> bool:
         value = first_argument(args, kwargs)
         return (
             type(value) in TENSORS
@@ -134,29 +140,29 @@ def with_fp32_kernels(
             and not is_dynamo_compiling()  # a compiler fuses the cast
             and value.layout is torch.strided
             and policy.float_to is torch.float32
-            and policy.casts_on(value.device.type)
+            and policy.casts_on_device(value.device.type)
             and can_compute(*args, **kwargs)
         )
 
-    def choose_copy(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-        return None if needs_no_copy(args, kwargs, policy) else choose(args, kwargs, policy)
+    def choose_without_kernel(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
+        return None if has_kernel(args, kwargs, policy) else choose(args, kwargs, policy)
 
-    def run(policy: Policy | None, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        if policy is not None and needs_no_copy(args, kwargs, policy):
-            return compute(call, *args, **kwargs)
+    def run(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if policy is not None and has_kernel(args, kwargs, policy):
+            return compute(function, *args, **kwargs)
         if run_in_fp32 is None:
-            return call(*args, **kwargs)
-        return run_in_fp32(policy, call, *args, **kwargs)
+            return function(*args, **kwargs)
+        return run_in_fp32(policy, function, *args, **kwargs)
 
-    return choose_copy, run
+    return choose_without_kernel, run
 
 
 def _has_no_dtype(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     return dtype is None and not any(arg is None or type(arg) is torch.dtype for arg in args)
 
 
-def _with_dtype(call: Callable, *args: Any, **kwargs: Any) -> Any:
-    return call(*args, **{**kwargs, "dtype": torch.float32})
+def _with_dtype(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{**kwargs, "dtype": torch.float32})
 
 
 def _has_class_indices(input: Tensor, target: Any, *others: Any, **named: Any) -> bool:
@@ -169,15 +175,15 @@ def _has_class_indices(input: Tensor, target: Any, *others: Any, **named: Any) -
     return is_index and target.shape != input.shape and weight is None and not label_smoothing
 
 
-def _cross_entropy_of_indices(call: Callable, input: Tensor, target: Tensor, *others: Any) -> Any:
-    _, reduction, ignore_index, _ = others
+def _cross_entropy_of_indices(_: Callable, input: Tensor, target: Tensor, *others: Any) -> Any:
+    reduction, ignore_index = others[1:3]
     log_probabilities = torch.ops.aten.log_softmax(input, min(1, input.dim() - 1), torch.float32)
     return torch.ops.aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
 # Left out: what takes no half tensor (matrix norms), or computes its gradient in half (cumsum).
 _WITH_DTYPE_ARGUMENT = ("log_softmax", "softmax", "sum", "vector_norm")
-_FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # can it compute a call; how
+_FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compute, compute)
     **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_has_no_dtype, _with_dtype)),
     "cross_entropy_loss": (_has_class_indices, _cross_entropy_of_indices),
 }
@@ -202,7 +208,7 @@ def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
 
 def embedding_forwards() -> list[tuple[str, str, Make]]:
     """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
-    return [(f"torch.nn.{kind.__name__}", "forward", _embedding_forward) for kind in EMBEDDINGS]
+    return [(f"torch.nn.{cls.__name__}", "forward", _embedding_forward) for cls in EMBEDDINGS]
 
 
 def _embedding_forward(original: Callable) -> Callable:
@@ -210,21 +216,21 @@ def _embedding_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        table = self.__dict__.get(PARAMETERS)
-        if type(table) is dict or getattr(table, "module", None) is not self:
+        params = self.__dict__.get(PARAMETERS)  # `models.lookups` puts in its own class of dict
+        if type(params) is dict or getattr(params, "module", None) is not self:
             return original(self, *args, **kwargs)
-        return table.look_up(original, args, kwargs)  # type: ignore[union-attr]
+        return params.look_up(original, args, kwargs)  # type: ignore[union-attr]
 
     return forward
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:
-    """Whether attention and encoder layers may take fused kernels in evaluation.
+    """The replacement of the function that says whether attention may take a fused kernel.
 
-    As under autocast, they may not where calls are cast: a fused kernel is a single call, and the
-    rows are for the functions in it.  A policy with a condition casts some calls only; the tensors
-    of this call are in the frame of the module that asks.  Compiled code has no frames, and may not
-    call the original.
+    Attention and encoder layers ask it in evaluation.  As under autocast, they may not where calls
+    are cast: a fused kernel is a single call, and the rows are for the functions in it.  A policy
+    with a condition casts only some calls; then the frame of the module that asks has the tensors
+    of this call.  Compiled code has no frames, and may not call the original.
     """
 
     def get_fastpath_enabled() -> bool:
@@ -246,7 +252,7 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
 
 
 def prepare_attention(policy: Policy, state: CastState) -> None:
-    """Prepare the call that stands for attention in Dynamo's graphs under this policy."""
+    """Make the function that Dynamo's graphs call for attention under this policy."""
     policy.attention_in_graphs = _attention_under(policy, state)
 
 
@@ -262,7 +268,7 @@ def _attention_under(policy: Policy | None, state: CastState) -> Callable:
 
 
 def opaque_attention(original: Callable, state: CastState) -> Callable:
-    """Attention of `nn.MultiheadAttention` as one opaque call in Dynamo's graphs, not traced.
+    """Make the attention of `nn.MultiheadAttention` one opaque call in Dynamo's graphs.
 
     AOTAutograd runs that call later, outside of the model's forward.  So the call sets its policy.
     """
@@ -270,38 +276,41 @@ def opaque_attention(original: Callable, state: CastState) -> Callable:
 
     @functools.wraps(original)
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-        call = original
-        if state.per_thread and is_dynamo_compiling():
-            own = thread_calls.policy
-            if own is None:
-                call = without_casts
-            elif own is not PROCESS_POLICY and own.attention_in_graphs is not None:
-                call = own.attention_in_graphs
-        return call(*args, **kwargs)
+        attention = original
+        if state.has_thread_policies and is_dynamo_compiling():
+            policy = thread_calls.policy
+            if policy is None:
+                attention = without_casts
+            elif policy is not PROCESS_POLICY and policy.attention_in_graphs is not None:
+                attention = policy.attention_in_graphs
+        return attention(*args, **kwargs)
 
     return multi_head_attention_forward
 
 
 def _rnn_check_input(original: Callable, state: CastState) -> Callable:
-    """RNNs refuse an input in another dtype than the weights', before it could be cast."""
+    """Let RNNs accept an input that is to be cast to the dtype of the weights.
+
+    The original refuses another dtype than the weights', before the input could be cast.
+    """
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         policy = state.current()
         if policy is not None:
             with without_modes_if_any(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
-                input = _like_weights(input, weights[0], policy)
+                input = _as_if_cast(input, weights[0], policy)
         return original(self, input, batch_sizes)
 
     return check_input
 
 
-def _like_weights(input: Tensor, weights: Tensor, policy: Policy) -> Tensor:
-    """An input for that check: in the weights' dtype, if `input` and they are to be cast."""
+def _as_if_cast(input: Tensor, weight: Tensor, policy: Policy) -> Tensor:
+    """An input for that check: in the dtype of `weight`, if both are to be cast."""
     if (
-        input.dtype is not weights.dtype
+        input.dtype is not weight.dtype
         and is_castable(input, policy)
-        and is_castable(weights, policy)
+        and is_castable(weight, policy)
     ):
-        return input.new_empty(input.shape, dtype=weights.dtype)
+        return input.new_empty(input.shape, dtype=weight.dtype)
     return input

@@ -1,7 +1,7 @@
 """How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
-`methods` says what is replaced in an autograd Function class: by a decorator for good, by
-`install.py` with undo.
+`function_class_replacements` has the methods to replace in an autograd Function class.  A decorator
+replaces them for good, `install.py` until the patches are undone.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ GetState = Callable[[], CastState]
 
 
 def user_function(function: Callable, choose: Choose, get_state: GetState) -> Callable:
-    """`function` with its arguments cast to `choose(args, kwargs, policy)`, casts on inside."""
+    """`function` with its arguments cast to `choose(args, kwargs, policy)`.
+
+    The functions of torch that it calls follow their own rules.
+    """
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         policy = get_state().current()
         to = None if policy is None else choose(args, kwargs, policy)
         is_observed = observers and not is_dynamo_compiling()
-        call = ObservedCall(function, args, kwargs) if is_observed else function
+        called = ObservedCall(function, args, kwargs) if is_observed else function
         if policy is None:
-            return call(*args, **kwargs)
-        return call_cast(to, call, args, kwargs, policy)
+            return called(*args, **kwargs)
+        return call_cast(to, called, args, kwargs, policy)
 
     return patched
 
 
-def following(function: Any, choose: Choose, get_state: GetState) -> Any:
-    """The replacement of `function`, of the same kind: a static method for a static method."""
+def casting_wrapper(function: Any, choose: Choose, get_state: GetState) -> Any:
+    """The replacement of a function or method; that of a static method is a static method."""
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(following(function.__func__, choose, get_state))
+        return type(function)(casting_wrapper(function.__func__, choose, get_state))
     return functools.wraps(function)(user_function(function, choose, get_state))
 
 
@@ -50,34 +53,36 @@ def is_function_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Function)
 
 
-def check(function: Any, what: str) -> None:
-    """Raise `TypeError` for what cannot follow a rule; `what` is the user's call."""
+def check_can_follow_rule(function: Any, user_call: str) -> None:
+    """Raise `TypeError`, which names the user's call, if `function` cannot follow a rule."""
     if isinstance(function, type) and not is_function_class(function):
         raise TypeError(
-            f"{what}: {function.__name__} is a class. Expected a function, a method or a "
+            f"{user_call}: {function.__name__} is a class. Expected a function, a method or a "
             "subclass of torch.autograd.Function. For an nn.Module class use "
             f'ampatch.initialize(..., overrides={{{function.__name__}: "half"}}) or "float".'
         )
     if not callable(function) and not isinstance(function, (staticmethod, classmethod)):
         raise TypeError(
-            f"{what}: expected a function, a method or a subclass of torch.autograd.Function, "
+            f"{user_call}: expected a function, a method or a subclass of torch.autograd.Function, "
             f"got {type_name(function)}."
         )
 
 
-def methods(cls: type[Function], choose: Choose, get_state: GetState) -> dict[str, Make]:
+def function_class_replacements(
+    cls: type[Function], choose: Choose, get_state: GetState
+) -> dict[str, Make]:
     """`{name: make}` for the methods to replace in an autograd Function class.
 
-    `apply` casts, so that `setup_context` and `mark_dirty` get the casts too.  Dynamo ignores a
+    `apply` casts, so `setup_context` and `mark_dirty` get the cast tensors too.  Dynamo ignores a
     replaced `apply` and traces `forward`, so `forward` casts what `apply` has not cast.
     """
     return {
-        "apply": lambda original: _apply(original, choose, get_state),
-        "forward": lambda original: following(original, choose, get_state),
+        "apply": lambda original: _casting_apply(original, choose, get_state),
+        "forward": lambda original: casting_wrapper(original, choose, get_state),
     }
 
 
-def _apply(original: classmethod, choose: Choose, get_state: GetState) -> classmethod:
+def _casting_apply(original: classmethod, choose: Choose, get_state: GetState) -> classmethod:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return user_function(original.__get__(None, cls), choose, get_state)(*args, **kwargs)
 

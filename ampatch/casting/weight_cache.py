@@ -1,11 +1,10 @@
 """Half copies of FP32 weights, fresh for every outermost forward.
 
 A weight that several calls use within a forward is cast once: as the forward begins, if the last
-forward has used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
-forward and its graph: nothing writes into them, and no later forward uses them, since a `.data`
-write (an EMA swap) and fused optimizers change weights without raising `_version`.  The calls of a
-thread hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their
-own.
+forward used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
+forward and its graph.  Nothing writes into them.  No later forward uses them, since a `.data` write
+(an EMA swap) and fused optimizers change weights without raising `_version`.  The calls of a thread
+hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..torch_private.modules import share_block
 from ..torch_private.probes import is_recording
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
-from .half_copies import Buckets, half_copies, may_share_node, wants_only_some
+from .half_copies import Buckets, cast_weights, may_share_node, wants_only_some
 
 Copies = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -39,35 +38,35 @@ class CacheInfo:
 
 
 class WeightUseOrder:
-    """The weights that a model's last forward used in `dtype`, in order; its next casts them.
+    """The weights that a model's last forward used in `dtype`, in order; the next one casts them.
 
-    A weight whose dtype or device has changed since is cast too, and its copy is not used.
+    A weight whose dtype or device has changed since is cast too, but its copy is not used.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._model = model
-        # Ids of the weights that the last forward used, and those that may share a node.
-        # Replaced in one assignment: several threads may be in forwards of the model.
-        self.latest: tuple[list[int], Buckets] = [], Buckets((), model, model)
+        # Ids of the weights that the last forward used, and buckets of those that may share a node.
+        # Both change in one assignment: several threads may be in forwards of the model.
+        self.last_used: tuple[list[int], Buckets] = [], Buckets((), model, model)
         self._ids: set[int] = set()  # of all weights that its forwards have used
-        self.wants_own_nodes = False  # one for each weight
-        self.has_own_nodes = False  # its last forward made them
+        self.wants_own_nodes = False  # the next forward makes a node for each weight
+        self.has_own_nodes = False  # the last forward did
 
     def record(self, used: dict[int, Tensor]) -> None:
         """Record the weights, by id, whose copies a forward has used, in this order."""
         ids = list(used)
-        if ids != self.latest[0]:
+        if ids != self.last_used[0]:
             weights = filter(may_share_node, used.values())
-            self.latest = ids, Buckets(weights, self._model, self._model)
+            self.last_used = ids, Buckets(weights, self._model, self._model)
             self._ids = self._ids.union(ids)
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
         """Record that gradients of these weights (ids) are asked for.
 
-        If they are some of the weights that forwards use, and not all, each weight has a node of
-        its own from the next forward on.  Returns whether existing graphs may have a node that such
-        a weight shares with others.
+        If these are only some of the weights that forwards use, each weight has a node of its own
+        from the next forward on.  Returns True if so, and the last forward has made no such nodes:
+        existing graphs may have a node that such a weight shares with others.
         """
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
@@ -80,32 +79,32 @@ class WeightUseOrder:
 class ForwardCopies:
     """The half copies of one forward, by grad mode and `requires_grad`.
 
-    `graphed` copies are recorded in the graph, which leads back to their weights.  `frozen` ones
-    are of weights that require no gradient.  `plain` ones were made under `no_grad`, and all of
-    them require a gradient: `F.linear` is then faster (see `half_copies`), and only torch's
-    functions get them.
+    * `in_graph`: copies that autograd records, with a node that leads back to their weights.
+    * `frozen`: copies of weights that require no gradient.
+    * `under_no_grad`: copies made under `no_grad`.  All of them require a gradient, which makes
+      `F.linear` faster (see `cast_weights`); only torch's functions get them.
     """
 
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
         self.cache = cache
         self.order = order
         self.outer: ForwardCopies | None = thread_calls.copies
-        self.in_inference = torch.is_inference_mode_enabled()
-        self.graphed: Copies = {}
+        self.in_inference_mode = torch.is_inference_mode_enabled()
+        self.in_graph: Copies = {}
         self.frozen: Copies = {}
-        self.plain: Copies = {}
-        self.kept: list[object] = []  # weights with copies, kept alive: ids are not reused
-        self.used: dict[int, Tensor] = {}  # weights whose copies were used, by id, in that order
-        self.touched: set[int] = set()  # ids of weights that may be written through `.data`
+        self.under_no_grad: Copies = {}
+        self.kept_alive: list[object] = []  # weights with copies, so that no id gets a new meaning
+        self.used_weights: dict[int, Tensor] = {}  # whose copies were used, by id, in order of use
+        self.never_reused: set[int] = set()  # ids of weights that `.data` may write into
 
     def copies_for(self, wants_grad: bool) -> Copies:
         """The copies for the current grad mode."""
         if not is_grad_enabled():
-            return self.plain
-        return self.graphed if wants_grad else self.frozen
+            return self.under_no_grad
+        return self.in_graph if wants_grad else self.frozen
 
     def __len__(self) -> int:
-        return len(self.graphed) + len(self.frozen) + len(self.plain)
+        return len(self.in_graph) + len(self.frozen) + len(self.under_no_grad)
 
 
 class WeightCache:
@@ -117,9 +116,9 @@ class WeightCache:
         self.hits = self.misses = 0
 
     def open(self, call: Call, order: WeightUseOrder | None = None) -> None:
-        """Keep half copies until the exit of `call`, the innermost one.
+        """Keep half copies until the exit of `call`, the innermost call.
 
-        Within another forward of this cache nothing changes: the copies of that forward are used.
+        Within another forward of this cache this does nothing: the copies of that forward are used.
         """
         outer = thread_calls.copies
         if outer is not None and outer.cache is self:
@@ -132,24 +131,24 @@ class WeightCache:
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes
-        for weights in order.latest[1].to_cast():
-            versions = list(map(_version_of, weights))  # before: another thread may write meanwhile
-            halves = half_copies(weights, order.dtype, own_nodes=order.wants_own_nodes)
-            copies = forward.graphed if weights[0].requires_grad else forward.frozen
+        for weights in order.last_used[1].to_cast():
+            versions = list(map(_version_of, weights))  # read first: another thread may write
+            halves = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
+            copies = forward.in_graph if weights[0].requires_grad else forward.frozen
             if not is_grad_enabled():
-                copies = forward.plain
+                copies = forward.under_no_grad
                 for half in halves:
                     half.requires_grad = True
             copies.update(zip(map(id, weights), zip(halves, versions)))
-            forward.kept.append(weights)
+            forward.kept_alive.append(weights)
             self.misses += len(weights)
             if observers:
                 report_copies(halves)
 
-    def open_separate(self, call: Call) -> None:
-        """Give `call`, the innermost one, half copies of its own, each cast at its first use.
+    def open_for_checkpoint(self, call: Call) -> None:
+        """Give `call`, the innermost call, half copies of its own, each cast at its first use.
 
-        For the function that an activation checkpoint runs twice: so it makes the same calls both
+        For the function that an activation checkpoint runs twice.  It makes the same casts both
         times, and the gradients of a weight that it uses twice are summed in the same dtype as
         without the checkpoint.
         """
@@ -175,29 +174,30 @@ class WeightCache:
         forward = thread_calls.copies
         if forward is None or forward.cache is not self:
             return _observed([weight.to(dtype)])[0]
-        if not is_grad_enabled():  # as `copies_for`, without the price of a call
-            copies = forward.plain
+        if not is_grad_enabled():  # as `copies_for`, which would cost a call
+            copies = forward.under_no_grad
         else:
-            copies = forward.graphed if weight.requires_grad else forward.frozen
+            copies = forward.in_graph if weight.requires_grad else forward.frozen
         key = id(weight)
         entry = copies.get(key)
         if entry is not None:
             half, version = entry
             if version == weight._version and half.dtype is dtype:
-                forward.used[key] = weight
+                forward.used_weights[key] = weight
                 self.hits += 1
                 return half
         return self._make_copy(forward, copies, weight, dtype)
 
     def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """As `cast`, for the weights of an RNN: they share one block of memory, as do their copies.
+        """As `cast`, for the weights of an RNN, which share one block of memory.
 
-        cuDNN requires that; else it copies the weights, and warns, at every call.  They are cast at
-        their use, and never as a forward begins.
+        Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
+        are cast at their first use, and never as a forward begins.
         """
-        forward, versions = self._thread_copies(), list(map(_version_of, weights))
+        forward = self._thread_copies()
+        versions = list(map(_version_of, weights))
         if forward is None:
-            return _observed(half_copies(weights, dtype, in_one_block=True))
+            return _observed(cast_weights(weights, dtype, in_one_block=True))
         copies = forward.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
         halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
@@ -209,10 +209,10 @@ class WeightCache:
             self.hits += len(weights)
             return halves
         self.misses += len(weights)
-        block = _observed(half_copies(weights, dtype, in_one_block=True))
+        block = _observed(cast_weights(weights, dtype, in_one_block=True))
         if all(self._may_keep_copy(forward, weight) for weight in weights):
             copies.update(zip(map(id, weights), zip(block, versions)))
-            forward.kept.append(weights)
+            forward.kept_alive.append(weights)
         return block
 
     def _make_copy(
@@ -222,50 +222,50 @@ class WeightCache:
         self.misses += 1
         if not self._may_keep_copy(forward, weight):
             return _observed([weight.to(dtype)])[0]
-        version = weight._version  # before the cast: another thread may write meanwhile
-        [half] = _observed(half_copies([weight], dtype, own_nodes=True))
+        version = weight._version  # read before the cast: another thread may write meanwhile
+        [half] = _observed(cast_weights([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
             half.requires_grad = True
         copies[id(weight)] = half, version
-        forward.kept.append(weight)
-        forward.used.setdefault(id(weight), weight)
+        forward.kept_alive.append(weight)
+        forward.used_weights.setdefault(id(weight), weight)
         return half
 
     @staticmethod
     def _may_keep_copy(forward: ForwardCopies, weight: Tensor) -> bool:
         """Whether a copy may be used again.
 
-        Not where it would leak out of a trace or a transform, or where autograd could not save it
+        It may not if it would leak out of a trace or a transform, or if autograd could not save it
         for a backward pass.
 
         In C++: `may_keep_copy` of `call.h`.
         """
         return not (
-            id(weight) in forward.touched
+            id(weight) in forward.never_reused
             or is_recording()
             or weight.is_inference()
-            or forward.in_inference is not torch.is_inference_mode_enabled()
+            or forward.in_inference_mode is not torch.is_inference_mode_enabled()
         )
 
 
-def forget(weight: Tensor) -> None:
+def cast_at_each_use(weight: Tensor) -> None:
     """Cast `weight` at each use, from now to the end of this thread's forwards.
 
-    For a weight into which code may write without raising its version.
+    For a weight that code may change without raising its version.
     """
     forward = thread_calls.copies
     while forward is not None:
-        forward.touched.add(id(weight))
-        for copies in (forward.graphed, forward.frozen, forward.plain):
+        forward.never_reused.add(id(weight))
+        for copies in (forward.in_graph, forward.frozen, forward.under_no_grad):
             copies.pop(id(weight), None)
         forward = forward.outer
 
 
-def forget_all() -> None:
+def drop_copies() -> None:
     """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
     forward = thread_calls.copies
     while forward is not None:
-        forward.graphed, forward.frozen, forward.plain = {}, {}, {}
+        forward.in_graph, forward.frozen, forward.under_no_grad = {}, {}, {}
         forward = forward.outer
 
 

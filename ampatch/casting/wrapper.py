@@ -41,24 +41,25 @@ def replacement(
 ) -> Callable:
     """A plain function that replaces `original` and casts to the dtype that `choose` returns.
 
-    `casts_nothing_inside(policy)`, if any, says whether the function runs without casts inside.
-    `run_in_fp32(policy, call, *args, **kwargs)`, if any, makes the calls that no rule casts to
-    FP32; its `policy` is None where no policy casts the call.
+    `casts_nothing_inside(policy)`, if given, says whether the function runs without casts inside.
+    `run_in_fp32(policy, function, *args, **kwargs)`, if given, makes every call that no rule casts,
+    or that a rule casts to another dtype than FP32.  It gets `policy=None` where a rule casts the
+    call, or no policy is active for it.
     """
     opaque = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, call, is_traced = state.process_policy, original, None
-        if state.per_thread:  # as `state.current()`, without the price of a call
+        policy, function, is_traced = state.process_policy, original, None
+        if state.has_thread_policies:  # as `state.current()`, without the price of a call
             if state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
                 return call_handlers(state, patched, original, args, kwargs)
             thread_policy = thread_calls.policy
             if thread_policy is not PROCESS_POLICY:
                 policy, is_traced = thread_policy, is_dynamo_compiling()
                 if is_traced:
-                    call = opaque
+                    function = opaque
             if observers and not is_dynamo_compiling():
-                call = ObservedCall(original, args, kwargs)
+                function = ObservedCall(original, args, kwargs)
         if (
             policy is None
             or ("out" in kwargs and kwargs["out"] is not None)
@@ -69,48 +70,48 @@ def replacement(
             if any_has_handler(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
             if is_dynamo_compiling():  # `opaque` in the graph would run outside of `casts_off`
-                call = original
+                function = original
             if run_in_fp32 is not None:
-                call = functools.partial(run_in_fp32, None, call)
+                function = functools.partial(run_in_fp32, None, function)
             to = choose(args, kwargs, policy)
             # Without casts inside: else the functions that it calls would follow their own rows.
-            return state.casts_off(call_cast, to, call, args, kwargs, policy)
+            return state.casts_off(call_cast, to, function, args, kwargs, policy)
         else:
             to = choose(args, kwargs, policy)
         if policy is None or to is None:
             for arg in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(arg)
-                if not (kind in TENSORS or kind in SCALARS) and any_has_handler(args, kwargs):
+                cls = type(arg)
+                if not (cls in TENSORS or cls in SCALARS) and any_has_handler(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             if run_in_fp32 is None:
-                return call(*args, **kwargs)
-            return run_in_fp32(policy, call, *args, **kwargs)
+                return function(*args, **kwargs)
+            return run_in_fp32(policy, function, *args, **kwargs)
         if run_in_fp32 is not None and to is not torch.float32:
-            call = functools.partial(run_in_fp32, None, call)
+            function = functools.partial(run_in_fp32, None, function)
         if _native_call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
-            result = _native_call_cast(call, args, kwargs, to, policy.cache, policy.devices)
+            result = _native_call_cast(function, args, kwargs, to, policy.cache, policy.devices)
             if result is not _UNUSUAL:
                 return result
         try:
             cast_args, cast_kwargs = cast_arguments(args, kwargs, to, policy)
         except HasHandler:
             return call_handlers(state, patched, original, args, kwargs)
-        return call(*cast_args, **cast_kwargs)
+        return function(*cast_args, **cast_kwargs)
 
     return patched
 
 
 def call_cast(
     to: torch.dtype | None,
-    original: Callable,
+    function: Callable,
     args: Any,
     kwargs: dict,
     policy: Policy,
 ) -> Any:
-    """Call `original` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
+    """Call `function` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
     if to is None:
-        return original(*args, **kwargs)
+        return function(*args, **kwargs)
     cast_args, cast_kwargs = cast_arguments(args, kwargs, to, policy)
-    return original(*cast_args, **cast_kwargs)
+    return function(*cast_args, **cast_kwargs)

@@ -1,14 +1,14 @@
 """Optimizer checkpoints as apex wrote them, turned into torch's layout.
 
-At O2 apex saved torch's own layout of the masters' state, which loads unchanged.  Different are
+At O2 apex saved torch's own layout of the masters' state, which loads unchanged.  Other layouts:
 
-* its FusedAdam and FusedAdagrad, which count steps per group, where torch's Adam, AdamW and
-  Adagrad count per parameter;
-* `FP16_Optimizer`: the inner optimizer's state beside the masters (`fp32_from_fp16`).  That of
+* FusedAdam and FusedAdagrad of apex count steps per group; torch's Adam, AdamW and Adagrad count
+  per parameter;
+* `FP16_Optimizer` has the inner optimizer's state beside the masters (`fp32_from_fp16`).  That of
   `apex.contrib`, with a flat tensor per group (`fp32_groups_flat`), is refused.
 
-Other optimizers count in their groups too, under the same name (LAMB, NovoGrad, third-party ones).
-So steps move only into an optimizer of these three classes of torch.
+LAMB, NovoGrad and third-party optimizers count per group too, under the same name.  So steps move
+from groups to parameters only for these three classes of torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from torch import Tensor
 from ..session import facade
 
 Groups = Sequence[dict[str, Any]]
-_INNER, _LISTED, _FLAT = "optimizer_state_dict", "fp32_from_fp16", "fp32_groups_flat"
+_INNER = "optimizer_state_dict"
+_MASTERS = "fp32_from_fp16"
+_FLAT_MASTERS = "fp32_groups_flat"
 
 
-class _Fused(NamedTuple):
-    """The marks by which a file of apex's fused optimizer differs from torch's and others'."""
+class _ApexLayout(NamedTuple):
+    """How to recognize a checkpoint of a fused optimizer of apex."""
 
-    has: frozenset[str]  # options of each group
-    lacks: str  # an option that torch writes and apex does not have
-    entries: frozenset[str]  # all that there is for a parameter
+    group_options: frozenset[str]  # which each group has
+    torch_option: str  # which each group lacks, and torch's has
+    state_names: frozenset[str]  # the names of a parameter's state
 
 
-_ADAM = _Fused(
+_ADAM = _ApexLayout(
     frozenset(("step", "bias_correction", "betas", "eps")),
     "amsgrad",
     frozenset(("exp_avg", "exp_avg_sq")),
@@ -41,9 +43,9 @@ _ADAM = _Fused(
 _COUNTED_IN_GROUPS = {
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
-    torch.optim.Adagrad: _Fused(frozenset(("step", "eps")), "lr_decay", frozenset(("sum",))),
+    torch.optim.Adagrad: _ApexLayout(frozenset(("step", "eps")), "lr_decay", frozenset(("sum",))),
 }
-"""torch's classes that count steps per parameter, and apex's files that each can load."""
+"""torch's classes that count steps per parameter, and the layout of apex that each can load."""
 
 
 def torch_layout(
@@ -57,29 +59,29 @@ def torch_layout(
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
-    if _INNER in state and _LISTED in state:
-        values = _listed(state[_LISTED], groups, is_in_half)
+    if _INNER in state and _MASTERS in state:
+        values = _master_values(state[_MASTERS], groups, is_in_half)
         state = state[_INNER]
-    elif _INNER in state and _FLAT in state:
+    elif _INNER in state and _FLAT_MASTERS in state:
         raise ValueError(
-            f"optimizer.load_state_dict(state): state[{_FLAT!r}] is a checkpoint of apex.contrib's "
-            "FP16_Optimizer, which is not read. Load the weights of the model, and start the "
-            "optimizer anew."
+            f"optimizer.load_state_dict(state): state[{_FLAT_MASTERS!r}] is a checkpoint of "
+            "apex.contrib's FP16_Optimizer, which is not read. Load the weights of the model, and "
+            "start the optimizer anew."
         )
     layout = _COUNTED_IN_GROUPS.get(type(optimizer))
-    if layout is not None and _is_of(layout, state):
+    if layout is not None and _has_layout(state, layout):
         state = _steps_per_parameter(state, groups)
     return state, values
 
 
-def _is_of(layout: _Fused, state: dict[str, Any]) -> bool:
-    groups = state.get("param_groups") or [{}]
-    return all(layout.has <= group.keys() and layout.lacks not in group for group in groups) and (
-        all(entry.keys() == layout.entries for entry in state["state"].values())
-    )
+def _has_layout(state: dict[str, Any], layout: _ApexLayout) -> bool:
+    for group in state.get("param_groups") or [{}]:
+        if not layout.group_options <= group.keys() or layout.torch_option in group:
+            return False
+    return all(entry.keys() == layout.state_names for entry in state["state"].values())
 
 
-def _zipped(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, dict]]:
+def _pairs_of_groups(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, dict]]:
     if len(saved) != len(groups):
         raise ValueError(
             f"optimizer.load_state_dict(state): state[{name!r}] has {len(saved)} groups, this "
@@ -88,11 +90,11 @@ def _zipped(saved: Sequence[Any], groups: Groups, name: str) -> list[tuple[Any, 
     return list(zip(saved, groups, strict=True))
 
 
-def _listed(
+def _master_values(
     saved: Sequence[Sequence[Tensor]], groups: Groups, is_in_half: Callable[[Tensor], bool]
 ) -> list[tuple[Tensor, Tensor]]:
     values: list[tuple[Tensor, Tensor]] = []
-    for number, (tensors, group) in enumerate(_zipped(saved, groups, _LISTED)):
+    for number, (tensors, group) in enumerate(_pairs_of_groups(saved, groups, _MASTERS)):
         params = group["params"]
         if len(params) != len(tensors):  # apex left out those that were FP32 in the model
             params = [param for param in params if is_in_half(param)]
@@ -100,7 +102,7 @@ def _listed(
         expected = [tuple(param.shape) for param in params]
         if shapes != expected:
             raise ValueError(
-                f"optimizer.load_state_dict(state): state[{_LISTED!r}][{number}] has shapes "
+                f"optimizer.load_state_dict(state): state[{_MASTERS!r}][{number}] has shapes "
                 f"{shapes}, this optimizer's weights have {expected}."
             )
         values += zip(params, tensors, strict=True)
@@ -108,10 +110,10 @@ def _listed(
 
 
 def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """apex's fused optimizers count in the group; what torch's groups have more stays."""
+    """Move the count of steps from groups to parameters; options that apex lacks stay."""
     entries = dict(state["state"])
     new_groups = []
-    for saved, group in _zipped(state["param_groups"], groups, "param_groups"):
+    for saved, group in _pairs_of_groups(state["param_groups"], groups, "param_groups"):
         saved = dict(saved)
         steps = saved.pop("step")
         options = {name: value for name, value in group.items() if name != "params"}

@@ -71,26 +71,27 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A message for each variable whose name is near one of ours."""
+    """A message for each variable whose name is nearly one of ours."""
     known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
-    meant = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
+    hints = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
     return [
-        f"The environment has {name}, which means nothing to ampatch.{variable}"
-        for name, variable in meant.items()
-        if variable
+        f"The environment has {name}, which means nothing to ampatch.{hint}"
+        for name, hint in hints.items()
+        if hint
     ]
 
 
 def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a script, with those of `read` instead where it has them.
+    """The arguments of a script, some replaced by those of `read`.
 
-    Settings that the script chose for its own opt level (`keep_batchnorm_fp32=True` for O2) may
-    contradict another level.  Where the level is replaced, they are dropped with a warning.
+    If the opt level is replaced, settings that the script chose for its own level
+    (`keep_batchnorm_fp32=True` for O2) might contradict the new one: they are dropped, with a
+    warning.
     """
     level = replacing.get("opt_level", script["opt_level"])
-    tied = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
-    dropped = [name for name in tied if script[name] is not None]
+    reset = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
+    dropped = [name for name in reset if script[name] is not None]
     if dropped:
         logger.warning(
             "AMPATCH_OPT_LEVEL=%s replaces opt_level=%r; these settings, given for that level, "
@@ -99,7 +100,7 @@ def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dic
             script["opt_level"],
             ", ".join(dropped),
         )
-    return {**script, **tied, **replacing}
+    return {**script, **reset, **replacing}
 
 
 def effects(
@@ -107,14 +108,14 @@ def effects(
 ) -> dict[str, tuple[Any, Any]]:
     """`(the script's value, the active one)` by name, for replaced arguments that differ.
 
-    Values are compared as they take effect: `loss_scale=None` at O1 is "dynamic".
+    A default is compared as the value that it stands for: `loss_scale=None` at O1 is "dynamic".
     """
-    own = dict(script)
+    before = dict(script)
     settings = {name: script[name] for name in script if name != "overrides"}
     with contextlib.suppress(TypeError, ValueError):  # the script's own values may be wrong
-        own |= vars(properties_for(**settings))
-    now = {**replacing, **vars(active)}
-    return {name: (own[name], now[name]) for name in replacing if own[name] != now[name]}
+        before |= vars(properties_for(**settings))
+    after = {**replacing, **vars(active)}
+    return {name: (before[name], after[name]) for name in replacing if before[name] != after[name]}
 
 
 def native(environment: Mapping[str, str] = os.environ) -> bool | None:
@@ -125,9 +126,9 @@ def native(environment: Mapping[str, str] = os.environ) -> bool | None:
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
     """Where ampatch keeps what it builds; the folder may not exist."""
-    own = environment.get("AMPATCH_CACHE", "")
-    users = environment.get("XDG_CACHE_HOME", "") or os.path.join("~", ".cache")
-    return os.path.join(os.path.abspath(os.path.expanduser(own or users)), "ampatch")
+    chosen = environment.get("AMPATCH_CACHE", "")
+    default = environment.get("XDG_CACHE_HOME", "") or os.path.join("~", ".cache")
+    return os.path.join(os.path.abspath(os.path.expanduser(chosen or default)), "ampatch")
 
 
 def opt_level(name: str, text: str) -> str:
@@ -172,7 +173,7 @@ def _settings(name: str, text: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
     known = [*ARGUMENTS, "overrides"]
-    if unknown := [setting for setting in settings if setting not in known]:
+    if unknown := [key for key in settings if key not in known]:
         raise ValueError(
             f"{name}: {', '.join(unknown)}: no such setting. Expected names among "
             f"{', '.join(known)}."
@@ -180,11 +181,11 @@ def _settings(name: str, text: str) -> dict[str, Any]:
     return settings
 
 
-def _checked(name: str, text: str, check: Any, expected: str, meant: str = "") -> Any:
+def _checked(name: str, text: str, check: Any, expected: str, hint: str = "") -> Any:
     try:
         return check(text.strip())
     except ValueError:
-        raise ValueError(f"{name}={text}: not understood. Expected {expected}.{meant}") from None
+        raise ValueError(f"{name}={text}: not understood. Expected {expected}.{hint}") from None
 
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {

@@ -1,7 +1,7 @@
 """What the opt levels mean.
 
-An opt level is a value, not a class: a frozen `Properties`.  The user's other settings are checked
-once, here, and make another frozen `Properties`.  Code that reads it checks nothing again.
+An opt level is a frozen `Properties`.  The user's other settings are checked here, once, and give
+another frozen `Properties`, so code that reads one checks nothing again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPE_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """One training's precision settings, complete and checked.
+    """The precision settings of one training, complete and checked.
 
     `cast_model_type` is the dtype of the model's weights and inputs (None: left alone), `dtype` the
     half dtype, `loss_scale` `"dynamic"` or a positive float, the scale limits positive floats.
@@ -65,10 +65,10 @@ class Properties:
 
     def in_lines(self) -> str:
         """The level's settings, and others that are not the default, a line for each."""
-        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         of_level = ("opt_level", "dtype", *OF_LEVELS)
         values = {name: value for name, value in vars(self).items() if name in of_level}
-        values |= {name: value for name, value in vars(self).items() if value != usual[name]}
+        values |= {name: value for name, value in vars(self).items() if value != defaults[name]}
         return "".join(f"\n  {name:<21} {value}" for name, value in values.items())
 
     @property
@@ -78,7 +78,7 @@ class Properties:
 
     @property
     def uses_half_copies(self) -> bool:
-        """Whether weights stay FP32 and modules get half copies while a forward runs (O2)."""
+        """Whether weights stay FP32, and modules have half copies while a forward runs (O2)."""
         return self.cast_model_type in HALF_DTYPES and self.master_weights is not False
 
     @property
@@ -118,7 +118,7 @@ def level(name: str, dtype: torch.dtype) -> Properties:
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
-# ROCm's apex called O1 and O2 in bfloat16 so.
+# The names that ROCm's apex has for O1 and O2 in bfloat16.
 _BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
 LEVELS_IN_WORDS = (
     "O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, not the digit "
@@ -149,7 +149,7 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) 
     defaults = level(name, half)
     scale = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
     checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
-        key: _CHECKS[key](_call(key, value), value)
+        key: _CHECKS[key](_what(key, value), value)
         for key, value in settings.items()
         if not (key in SETTINGS or (value is None and key in OF_LEVELS))
     }
@@ -158,8 +158,8 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) 
     return properties
 
 
-def _call(argument: str, value: Any) -> str:
-    """The user's call, as errors begin."""
+def _what(argument: str, value: Any) -> str:
+    """The argument with its value, as errors name it."""
     return f"ampatch.initialize({argument}={value!r})"
 
 
@@ -201,7 +201,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
 
 def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
-    what = _call("dtype", value)
+    what = _what("dtype", value)
     dtype = _float_dtype(what, value)
     if dtype not in HALF_DTYPES:
         raise ValueError(
@@ -234,7 +234,7 @@ def _float_dtype(what: str, value: Any) -> torch.dtype:
 
 
 def _model_type(what: str, value: Any) -> torch.dtype | None:
-    """A floating dtype; None for False, apex's word for a model that is left as it is."""
+    """A floating dtype; None for False, apex's word for a model that is not cast."""
     return None if value is False else _float_dtype(what, value)
 
 
@@ -261,11 +261,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
-    """Refuse settings that are each fine but contradict each other."""
-    call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
+    """Raise `ValueError` for settings that contradict each other."""
+    what = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 
     def refuse(argument: str, why: str) -> NoReturn:
-        raise ValueError(f"{call}, {argument}={settings[argument]!r}): {why}")
+        raise ValueError(f"{what}, {argument}={settings[argument]!r}): {why}")
 
     if properties.patch_torch_functions:
         if properties.casts_model:

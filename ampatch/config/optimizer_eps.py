@@ -1,4 +1,4 @@
-"""The eps of Adam and its kin beside half weights, in which torch's default is 0.
+"""The eps of Adam and similar optimizers with half weights: in float16 torch's default is 0.
 
 They divide by sqrt(v) + eps in the dtype of the weights.  float16's smallest number is 2^-24, so
 1e-8 is 0 there, and so is the v of a first step, 0.001 g^2, for |g| below sqrt(2^-25 / 0.001) =
@@ -20,7 +20,7 @@ the learning rate.  With 1e-4 it is 55 times (docs/accuracy.md has a training wh
 
 
 def lost_eps(optimizer: Any) -> str | None:
-    """A warning about an eps that is 0 in the dtype of its weights; None: there is none.
+    """A warning if the eps is 0 in the dtype of its weights, else None.
 
     The fused kernels of Adam compute in FP32.
     """

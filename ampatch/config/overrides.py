@@ -68,26 +68,26 @@ def named(glob: str, paths: Collection[str]) -> set[str]:
     return {glob} if glob in paths else {path for path in paths if fnmatch.fnmatchcase(path, glob)}
 
 
-def read(call: str, source: str | os.PathLike[str]) -> dict[str, str]:
-    """The globs and precisions in a JSON file, or in JSON text; `call` is named in errors.
+def read(what: str, source: str | os.PathLike[str]) -> dict[str, str]:
+    """The globs and precisions in a JSON file, or in JSON text; errors begin with `what`.
 
     Raises `ValueError` for anything else.
     """
     text = os.fspath(source)
     try:
-        written = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        globs = json.loads(written)
+        text = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        globs = json.loads(text)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{call}: cannot be read: {reason}. Expected a JSON file such as ampatch tune writes, "
+            f"{what}: cannot be read: {reason}. Expected a JSON file such as ampatch tune writes, "
             'with {"decoder.*": "float"}.'
         ) from None
     if not isinstance(globs, dict) or not all(
         isinstance(precision, str) for precision in globs.values()
     ):
         raise ValueError(
-            f"{call}: expected a JSON object of globs and precisions, such as "
-            f'{{"decoder.*": "float"}}, got {written.strip()[:80]}.'
+            f"{what}: expected a JSON object of globs and precisions, such as "
+            f'{{"decoder.*": "float"}}, got {text.strip()[:80]}.'
         )
     return globs

@@ -18,8 +18,8 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 class ScaleSettings:
     """Start, growth, backoff and limits, with `torch.amp.GradScaler`'s meaning and defaults.
 
-    The constructor brings the limits into the range that FP32 can invert, and
-    checks nothing else; `changed` checks.
+    The constructor brings the limits into the range that FP32 can invert, and checks nothing else.
+    `changed` checks the rest.
     """
 
     init_scale: float = 2.0**16
@@ -34,7 +34,7 @@ class ScaleSettings:
             object.__setattr__(self, name, min(max(getattr(self, name), SMALLEST), LARGEST))
 
     def bounded(self, value: float) -> float:
-        """`value` within floor and cap.  Raises `ValueError` unless it is positive and finite."""
+        """`value`, brought within the limits.  `ValueError` unless it is positive and finite."""
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
         return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
@@ -47,14 +47,14 @@ class ScaleSettings:
         """
         checked: dict[str, Any] = {}
         for name, value in changes.items():
-            setting = f"{what}: {name}={value!r}"
+            what_setting = f"{what}: {name}={value!r}"
             if name not in SETTINGS:
                 hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
                 raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
             if name == "growth_interval":
-                checked[name] = whole_number(setting, value, least=1)
+                checked[name] = whole_number(what_setting, value, least=1)
             else:
-                checked[name] = positive_number(setting, value, or_text=True)
+                checked[name] = positive_number(what_setting, value, or_text=True)
         new = dataclasses.replace(self, **checked)
         if new.growth_factor <= 1.0:
             raise ValueError(

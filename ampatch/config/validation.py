@@ -1,4 +1,4 @@
-"""Checks of single values from the user, and their messages: numbers, truth values, words.
+"""Checks of single values from the user: numbers, truth values, words.
 
 Each check takes `what`, which names the call or setting with its value
 (`"ampatch.initialize(num_losses=0)"`), and begins the message of its error with it.
@@ -54,7 +54,7 @@ def truth_value(what: str, value: Any) -> bool:
 
 
 def word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
-    """One of the `known` words.  `expected` lists them for the error, with what they mean."""
+    """One of the `known` words.  `expected` describes them in the error."""
     if value not in known:
         listed = " or ".join(f'"{name}"' for name in known)
         raise ValueError(

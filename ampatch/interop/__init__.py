@@ -1,1 +1,1 @@
-"""torch's own tools that must know of casts, half copies and skipped steps: a file for each."""
+"""torch's own tools that have to know of casts, half copies and skipped steps: a file for each."""

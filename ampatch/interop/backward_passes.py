@@ -1,8 +1,8 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
-* A pass that asks for gradients of single weights (`inputs=`) goes through all layers whose weights
-  share a cast node with these.  From the next forward on each weight of that model has a cast node
-  of its own.
+* A pass that asks for gradients of single weights (`inputs=`) runs through all layers whose weights
+  share a cast node with these.  From the next forward on, each weight of that model has its own
+  cast node.
 * A pass in a `scale_loss` block is checked: its gradients must be scaled.
 """
 
@@ -89,7 +89,7 @@ def _as_tuple(tensors: Any) -> Any:
 
 
 def _items(tensors: Any) -> Iterable[Any]:
-    """Single outputs or inputs of a pass; torch refuses wrong ones."""
+    """The outputs or inputs of a pass, one by one; torch refuses wrong ones."""
     if isinstance(tensors, (Tensor, GradientEdge)) or not isinstance(tensors, Iterable):
         return [tensors]
     return tensors.values() if isinstance(tensors, Mapping) else tensors

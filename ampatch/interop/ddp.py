@@ -3,8 +3,8 @@
 `join()` is refused under a dynamic loss scale.
 
 A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor by the rank's
-local tensor, and makes the DTensor anew in every forward.  It recognizes the local tensors by an
-attribute, which the half copies of weights lack.
+local tensor, and rebuilds the DTensor in every forward.  It knows the local tensors by an
+attribute, which half copies lack.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..casting.patches import Replacement
 from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
 
-Compare = Callable[[nn.Module, Any], None]
-"""`compare_ranks(model, process_group)` raises if ranks that wrap a model differ in settings."""
+CompareRanks = Callable[[nn.Module, Any], None]
+"""`(model, process_group)`: raises if ranks that wrap a model have different settings."""
 
 HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(compare_ranks: Compare, has_half_copy: HasHalfCopy) -> list[Replacement]:
+def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Replacement]:
     """The replacements for ranks that wrap a model."""
     if not torch.distributed.is_available():
         return []
@@ -42,14 +42,10 @@ def at_wrapping(compare_ranks: Compare, has_half_copy: HasHalfCopy) -> list[Repl
         def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             arguments = signature.bind_partial(self, *args, **kwargs).arguments
             model, mesh = arguments.get("module"), arguments.get("device_mesh")
-            sends_weights = arguments.get("init_sync", True)
+            compares = arguments.get("init_sync", True)
             if mesh is not None:
                 _refuse_dtensors_with_half_copies(arguments["module"], has_half_copy)
-            if (
-                sends_weights
-                and isinstance(model, nn.Module)
-                and torch.distributed.is_initialized()
-            ):
+            if compares and isinstance(model, nn.Module) and torch.distributed.is_initialized():
                 group = arguments.get("process_group") if mesh is None else mesh.get_group(0)
                 compare_ranks(model, group)
             original(self, *args, **kwargs)

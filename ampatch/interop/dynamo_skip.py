@@ -1,9 +1,9 @@
-"""Keep torch.compile from compiling our functions around calls as frames of their own.
+"""Keep torch.compile from compiling ampatch's functions as frames of their own.
 
-When Dynamo compiles a module, it meets the forward of a managed model and would compile each
-function that this calls.  One code object serves all managed models, so its recompile limit would
-soon be reached, an error under `fullgraph=True`.  Functions that are marked to be skipped run
-eagerly there.  They are still traced where a compiled function calls the model.
+When Dynamo compiles a managed model, it would compile each function of ours that the model's
+forward calls.  All managed models share the code objects of these functions, which would soon reach
+the recompile limit: an error under `fullgraph=True`.  So the functions are marked to be skipped,
+and run eagerly there.  They are still traced if a compiled function calls the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACED_MODULES = {
     "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
     "models": "lookups",
 }
-"""Modules whose functions replace those that scripts compile, and the functions these call."""
+"""Modules with functions that replace those in compiled scripts, or that these call: not marked."""
 
 
 def run_eagerly() -> None:

@@ -1,10 +1,10 @@
 """State dicts, copies and pickles have parameters, and writes through `.data` are noticed.
 
-* A state dict, copy or pickle may be made while a forward of an O2 model runs, in this thread or in
-  another (as by a momentum encoder at the first forward).  It has the weights, not the half copies
-  in their slots.
-* `tensor.data`: a write through it raises no version.  So a weight is cast anew, and the values of
-  a half copy are compared as its forward ends.
+* A state dict, copy or pickle may be made while a forward of an O2 model runs, in this thread (a
+  momentum encoder at its first forward) or in another.  It has the weights, not the half copies in
+  their slots.
+* A write through `tensor.data` does not change the tensor's version.  So after an access a weight
+  is cast again, and the values of a half copy are compared when its forward ends.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def saving() -> list[Replacement]:
 def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str) -> None:
     """Replace a saved half copy by the parameter of its slot.
 
-    A half copy shares the attributes of its parameter; a detached one, without `keep_vars`, does
-    not.
+    With `keep_vars` the half copy itself was saved, and it shares the `__dict__` of its parameter;
+    otherwise a detached tensor was saved.
     """
     value = state.get(key)
     if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:

@@ -1,6 +1,6 @@
-"""TorchScript on managed models.
+"""TorchScript: a warning that calls in scripted code are not cast.
 
-TorchScript calls torch's operators itself.  Compiled code is not cast, and a warning says so.
+TorchScript calls torch's operators itself, not the patched functions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _warn(what: str, compiled: Any) -> None:
 
 
 def _is_of_torch(obj: Any) -> bool:
-    """Whether torch scripts its own function, as it does to differentiate in forward mode."""
+    """Whether it is torch's own function: torch scripts some to differentiate in forward mode."""
     return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
 
 

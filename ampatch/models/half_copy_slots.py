@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import native
-from ..casting.half_copies import Buckets, half_copies
+from ..casting.half_copies import Buckets, cast_weights
 from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
@@ -219,7 +219,7 @@ if native.part is not None:
 def make_half_copies(
     weight_slots: WeightSlots, dtype: torch.dtype, own_nodes: bool
 ) -> list[Tensor]:
-    """Half copies of `weight_slots.parameters`, in their order; see `half_copies`."""
+    """Half copies of `weight_slots.parameters`, in their order; see `cast_weights`."""
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
             return make_half_copies(weight_slots, dtype, own_nodes)
@@ -227,10 +227,10 @@ def make_half_copies(
         return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
     for weights in weight_slots.rnn_weights:
-        copies += half_copies(weights, dtype, in_one_block=True)
+        copies += cast_weights(weights, dtype, in_one_block=True)
     together = weight_slots.buckets.to_cast()
     for weights in together:
-        copies += half_copies(weights, dtype, own_nodes=own_nodes)
+        copies += cast_weights(weights, dtype, own_nodes=own_nodes)
     if len(copies) == len(weight_slots.parameters) and len(together) == len(
         weight_slots.buckets.all
     ):
@@ -239,7 +239,7 @@ def make_half_copies(
     copy_of = dict(zip(map(id, cast), copies, strict=True))
     for weight in weight_slots.parameters:
         if id(weight) not in copy_of:
-            [copy_of[id(weight)]] = half_copies([weight], dtype, own_nodes=True)
+            [copy_of[id(weight)]] = cast_weights([weight], dtype, own_nodes=True)
     return [copy_of[id(weight)] for weight in weight_slots.parameters]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.half_copies import half_copies
+from ..casting.half_copies import cast_weights
 from ..torch_private.modules import PARAMETERS
 from ..torch_private.probes import is_recording
 from .values import cast_tensors, caster, map_tensors
@@ -88,7 +88,7 @@ class Lookup(dict):
             if self.half_copy is None:
                 own_node = not self.module.sparse  # such a node takes no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
-                    [copy] = half_copies([self.parameter], self.dtype, own_nodes=own_node)
+                    [copy] = cast_weights([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
                 self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
                 self.half_copy = copy

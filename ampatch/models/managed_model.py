@@ -58,7 +58,7 @@ class ManagedModel:
     """A model under one opt level.
 
     Its forward runs under `policy`: at O1 the session's tables; at the other levels None, and no
-    call is cast.  Exception: `CastState.in_half_models`, if set, is the policy at O2 and O3.
+    call is cast.  Exception: `CastState.half_model_policy`, if set, is the policy at O2 and O3.
     Floating inputs are cast to `in_dtype`, outputs to `out_dtype`; None: they are left as they are.
     It is the `Scope` of the model's frame.
     """
@@ -312,12 +312,12 @@ class ManagedModel:
             if inputs is self._inputs and call.swap is not None and self._submodules is not None:
                 call.removed_frames = self._submodules.frames  # the call is of the whole model
                 call.removed_frames.remove()
-        if policy is None and swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.with_half_dtype(swapper.dtype)
+        if policy is None and swapper is not None and state.half_model_policy is not None:
+            policy = state.half_model_policy.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_user_block:
                 self._warn_of_user_block()
-            state.set_policy(call, *state.setting_of_forward(policy))
+            state.set_policy(call, *state.policy_of_forward(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
@@ -335,7 +335,7 @@ class ManagedModel:
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
-            copies.order.record(copies.used)
+            copies.order.record(copies.used_weights)
         if casts is not None:
             call.input_casts = None
             casts.write_back()
@@ -383,10 +383,10 @@ class ManagedModel:
             args, kwargs = inputs.cast(args, kwargs, None)
         if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
-        if policy is None and self.swapper is not None and state.in_half_models is not None:
-            policy = state.in_half_models.with_half_dtype(self.swapper.dtype)
+        if policy is None and self.swapper is not None and state.half_model_policy is not None:
+            policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, sets_policy = state.setting_of_forward(policy)
+            policy, _, sets_policy = state.policy_of_forward(policy)
         if slots is None and (policy is UNCHANGED or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()

@@ -12,8 +12,8 @@ namespace {
 PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
 
 struct Names {
-  PyObject *thread_calls, *copies, *cache, *graphed, *frozen, *plain, *in_inference, *used, *hits,
-      *misses, *cast, *touched, *kept, *is_compiling;
+  PyObject *thread_calls, *copies, *cache, *in_graph, *frozen, *under_no_grad, *in_inference_mode,
+      *used_weights, *hits, *misses, *cast, *never_reused, *kept_alive, *is_compiling;
 };
 Names names;
 
@@ -42,8 +42,8 @@ class Caster {
   Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
       : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
 
-  // Whether `cast` knows this kind of argument.  A list within more than `deepest` lists is not
-  // known: it may hold itself.
+  // Whether `cast` can handle this argument.  It refuses lists nested more than `deepest` deep: a
+  // list may hold itself.
   static bool is_usual(PyObject* value, int deepest = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
@@ -131,13 +131,13 @@ class Caster {
   bool is_on_cast_device(const Tensor& tensor) const {
     if (devices_ == Py_None) return true;
     if (!PyAnySet_Check(devices_)) return false;
-    const std::string kind = c10::DeviceTypeName(tensor.device().type(), true);
-    THPObjectPtr name(PyUnicode_FromStringAndSize(kind.data(), kind.size()));
+    const std::string type = c10::DeviceTypeName(tensor.device().type(), true);
+    THPObjectPtr name(PyUnicode_FromStringAndSize(type.data(), type.size()));
     if (!name) throw python_error();
     return PySet_Contains(devices_, name) == 1;
   }
 
-  // The copy made earlier in this forward, if it still serves, or a new one.
+  // The copy made earlier in this forward, if it is still valid, or a new one.
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
@@ -154,12 +154,13 @@ class Caster {
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }
 
-  // The forward's copy, found or new.  nullptr, with no error set: `WeightCache.cast` must decide.
+  // The forward's copy, an existing or a new one.  nullptr, with no error set: call
+  // `WeightCache.cast`.
   PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
     THPObjectPtr copies(attribute(
         forward_,
-        !at::GradMode::is_enabled() ? names.plain
-            : tensor.requires_grad() ? names.graphed : names.frozen));
+        !at::GradMode::is_enabled() ? names.under_no_grad
+            : tensor.requires_grad() ? names.in_graph : names.frozen));
     THPObjectPtr id(checked(PyLong_FromVoidPtr(weight)));
     PyObject* entry = PyDict_GetItemWithError(copies, id);
     if (entry == nullptr) {
@@ -172,22 +173,22 @@ class Caster {
         THPVariable_Unpack(half).scalar_type() != to_) {
       return nullptr;
     }
-    if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference)) return nullptr;
+    if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference_mode)) return nullptr;
     THPObjectPtr result(Py_NewRef(half));
     record_use(id, weight);
     ++hits_;
     return result.release();
   }
 
-  // Whether no observer sees casts, and a copy made now may serve again.
+  // Whether no observer sees casts, and a copy made now may be used again.
   // In Python: `WeightCache._may_keep_copy` of `casting/weight_cache.py`.
   bool may_keep_copy(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
-        is_true(names.in_inference) != c10::InferenceMode::is_enabled() || is_recording()) {
+        is_true(names.in_inference_mode) != c10::InferenceMode::is_enabled() || is_recording()) {
       return false;
     }
-    THPObjectPtr touched(attribute(forward_, names.touched));
-    return PySet_Contains(touched, id) == 0;
+    THPObjectPtr never_reused(attribute(forward_, names.never_reused));
+    return PySet_Contains(never_reused, id) == 0;
   }
 
   // In Python: `WeightCache._make_copy` of `casting/weight_cache.py`.
@@ -201,8 +202,8 @@ class Caster {
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
-    THPObjectPtr kept(attribute(forward_, names.kept));
-    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept, weight) != 0) {
+    THPObjectPtr kept_alive(attribute(forward_, names.kept_alive));
+    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept_alive, weight) != 0) {
       throw python_error();
     }
     record_use(id, weight);
@@ -225,8 +226,8 @@ class Caster {
   }
 
   void record_use(PyObject* id, PyObject* weight) {
-    THPObjectPtr used(attribute(forward_, names.used));
-    if (PyDict_SetDefault(used, id, weight) == nullptr) throw python_error();
+    THPObjectPtr used_weights(attribute(forward_, names.used_weights));
+    if (PyDict_SetDefault(used_weights, id, weight) == nullptr) throw python_error();
   }
 
   void add(PyObject* name, int64_t more) {

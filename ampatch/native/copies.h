@@ -98,7 +98,7 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   return copies;
 }
 
-// A copy made under `no_grad` requires a gradient if its weight does: see `half_copies`.
+// A copy made under `no_grad` requires a gradient if its weight does: see `cast_weights`.
 void require_grad_as(const Tensor& weight, Tensor& copy) {
   if (weight.requires_grad()) copy.set_requires_grad(true);
 }

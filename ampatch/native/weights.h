@@ -100,23 +100,23 @@ variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool
   return halves;
 }
 
-// half_copies(weights, dtype, own_nodes): half copies of a list of FP32 weights.
-// In Python: `_cast` of `casting/half_copies.py`.
-PyObject* half_copies(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// cast_weights(weights, dtype, own_nodes): half copies of a list of FP32 weights.
+// In Python: `_cast_weights` of `casting/half_copies.py`.
+PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyBool_Check(args[2]),
-      "half_copies(weights: list, dtype: torch.dtype, own_nodes: bool)");
+      "cast_weights(weights: list, dtype: torch.dtype, own_nodes: bool)");
   const ScalarType dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
   const variable_list weights = tensors_of(args[0]);
   const bool is_enabled = at::GradMode::is_enabled();
-  const bool is_wanted = is_enabled &&
+  const bool in_graph = is_enabled &&
       std::any_of(weights.begin(), weights.end(), [](const Tensor& weight) { return weight.requires_grad(); });
   variable_list halves;
   {
     pybind11::gil_scoped_release no_gil;
-    halves = is_wanted ? cast_in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
-                       : copies_of(weights, dtype);
+    halves = in_graph ? cast_in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
+                      : copies_of(weights, dtype);
     for (size_t i = 0; !is_enabled && i < halves.size(); ++i) {
       require_grad_as(weights[i], halves[i]);
     }
@@ -144,7 +144,7 @@ PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count)
       count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
       "all_may_share_node(weight: Tensor, bucket: list)");
   const Tensor& weight = THPVariable_Unpack(args[0]);
-  const bool wanted = weight.requires_grad();
+  const bool requires_grad = weight.requires_grad();
   if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != ParameterClass ||
       weight.scalar_type() != at::kFloat || !weight.is_leaf() ||
       weight.layout() != at::kStrided || has_hooks(args[0])) {
@@ -152,7 +152,7 @@ PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count)
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); ++i) {
     PyObject* other = PyList_GET_ITEM(args[1], i);
-    if (!THPVariable_Check(other) || THPVariable_Unpack(other).requires_grad() != wanted ||
+    if (!THPVariable_Check(other) || THPVariable_Unpack(other).requires_grad() != requires_grad ||
         has_hooks(other)) {
       Py_RETURN_FALSE;
     }

@@ -2,12 +2,12 @@
 
 Where to look first:
 
-* the loss scale and its kinds: `loss_scaler`; how it grows and backs off: `scale_value`; its entry
-  in a state dict: `scaler_entries`;
+* the loss scale, static or dynamic: `loss_scaler`; how it grows and backs off: `scale_value`; its
+  entry in a state dict: `scaler_entries`;
 * the body of `scale_loss`: `scaled_backward`; the gradients of one optimizer from there to the
   step: `gradients`; what `delay_unscale` and `delay_overflow_check` leave to the step: `delayed`;
 * lists of gradients, unscaled and multiplied: `unscaling`;
 * the step itself: `optimizer`; what is peculiar to a class of optimizers: the folder `optimizers`;
 * several ranks: `process_group`;
-* steps, counted, and what is said of them: `steps`.
+* the counts of steps, and messages about them: `steps`.
 """

@@ -1,8 +1,8 @@
 """What waits for an optimizer's step, beside its gradients.
 
 * Gradients that `delay_unscale` leaves scaled.
-* Updates of loss scales, with `delay_overflow_check` or with several processes: in DDP's `no_sync`
-  one rank alone may see an inf; at the step all ranks have seen it.
+* Updates of loss scales, with `delay_overflow_check`, or with several processes: in DDP's `no_sync`
+  only one rank may see an inf; at the step all ranks have seen it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import Block, Check, Gradients, ScaledGradients, unscalers_among
+from .gradients import Block, Check, Gradients, ScaledGradients, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
 from .scale_value import Flag, either
@@ -21,17 +21,16 @@ from .unscaling import add_back
 
 
 def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) -> None:
-    """Multiply the earlier gradients by the scale of the block that ends; all stay scaled."""
-    grads = [grad for _, grad in block.saved]
-    shared.join(gradients, grads)
+    """End a block with `delay_unscale`: earlier gradients get its scale, and all stay scaled."""
+    shared.join(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)
     gradients.block = None
 
 
 def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
-    """Before a block of `scaler`: unscale gradients that are scaled by another scale.
+    """Before a block of `scaler`: unscale gradients that have another scale.
 
-    Abandons an earlier block that was interrupted before its end.
+    Also abandons an earlier block that was interrupted before its end.
     """
     gradients.abandon()
     scaled = gradients.scaled
@@ -41,20 +40,20 @@ def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
 
 
 def unscale_delayed(gradients: Gradients) -> None:
-    """Unscale the gradients that `delay_unscale` left scaled, of all optimizers of their loss.
+    """Unscale gradients that `delay_unscale` left scaled, in all optimizers that share the scale.
 
-    The scaler counts one step.  Does nothing in an open block, which unscales them as it ends.
+    The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
     """
     scaled = gradients.scaled
     if scaled is None or gradients.block is not None:
         return
     members = [g for g in scaled.members if g.scaled is scaled and g.block is None]
-    unscalers = unscalers_among(members)
+    unscaled_by = first_holders(members)
     flags: list[Flag] = []
     try:
         for member in members:
             member.scaled = None
-            check = member.unscale(scaled.scaler, scaled.scale, unscalers)
+            check = member.unscale(scaled.scaler, scaled.scale, unscaled_by)
             if check is not None:
                 member.keep_check(check)
                 flags.append(check.found_inf)
@@ -67,9 +66,9 @@ def unscale_delayed(gradients: Gradients) -> None:
 
 
 def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
-    """Unscale the optimizer's gradients, if some of these tensors (ids) are about to be clipped.
+    """Unscale the optimizer's gradients, if tensors that are about to be clipped (ids) are its own.
 
-    Returns whether the optimizer has such a tensor and no open block.
+    Returns whether they are, and no block is open.
     """
     if not any(id(param) in param_ids for param in gradients.parameters()):
         return False
@@ -81,7 +80,7 @@ def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
         )
         return False
     unscale_delayed(gradients)
-    found_inf = gradients.recheck()  # clipping may hide what another rank's inf has left
+    found_inf = gradients.recheck()  # clipping may hide an inf that came from another rank
     if found_inf is not None:
         for pending in gradients.pending_updates:
             pending.add_flags([found_inf])
@@ -92,7 +91,7 @@ def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
 
 
 class PendingScaleUpdate:
-    """An update of a scaler by overflow flags, which waits for the first step of its optimizers.
+    """An update of a scaler, by overflow flags, that runs before the first step of its optimizers.
 
     `skips_together`: after an overflow in the gradients of one optimizer all of them skip.
     """
@@ -102,11 +101,11 @@ class PendingScaleUpdate:
         self._skips_together = skips_together
         self._members: list[Gradients] = []
         self._found_inf: Flag | None = None  # None: nothing was checked
-        self._delayed: list[tuple[Gradients, Check]] | None = None
+        self._delayed: list[tuple[Gradients, Check]] | None = None  # of `delay_overflow_check`
 
-    def add_optimizers(self, optimizers: Sequence[Gradients]) -> None:
+    def add_members(self, members: Sequence[Gradients]) -> None:
         """Also update at a step of these optimizers."""
-        for gradients in optimizers:
+        for gradients in members:
             if gradients not in self._members:
                 self._members.append(gradients)
                 gradients.pending_updates.append(self)
@@ -117,11 +116,11 @@ class PendingScaleUpdate:
             self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
 
     def delay_checks(self, checks: list[tuple[Gradients, Check]]) -> None:
-        """Keep checks under `delay_overflow_check`: no optimizer has them yet."""
+        """Keep checks of `delay_overflow_check`, which their optimizers do not have yet."""
         self._delayed = [*(self._delayed or []), *checks]
 
     def forget_checks(self, gradients: Gradients) -> None:
-        """An optimizer's gradients were zeroed."""
+        """The optimizer's gradients were zeroed: forget their delayed checks."""
         if self._delayed is not None:
             self._delayed = [entry for entry in self._delayed if entry[0] is not gradients]
 
@@ -131,7 +130,7 @@ class PendingScaleUpdate:
         flags = [flag for g in self._members if (flag := g.recheck()) is not None]
         self.add_flags(flags)
         if self._skips_together:
-            _skip_together(self._members, self.scaler, flags)
+            _share_overflow(self._members, self.scaler, flags)
 
     def update_scaler(self) -> None:
         """Update the scaler by the flags, as the first optimizer steps."""
@@ -142,34 +141,35 @@ class PendingScaleUpdate:
         self.scaler.was_updated_by_step = self._delayed is not None
 
     def _hand_over_checks(self) -> None:
-        """Let delayed checks decide about the steps, as the script has not."""
-        checks, self._delayed = self._delayed, None if self._delayed is None else []
-        for gradients, check in checks or ():
-            gradients.keep_check(check)
+        """Give delayed checks to their optimizers: `drop_pending_updates` was not called."""
+        if self._delayed is not None:
+            checks = self._delayed
+            self._delayed = []
+            for gradients, check in checks:
+                gradients.keep_check(check)
 
 
 def update_now_or_at_step(
     scaler: DynamicScaler,
-    optimizers: Sequence[Gradients],
+    members: Sequence[Gradients],
     flags: list[Flag],
     *,
     delayed: list[tuple[Gradients, Check]] | None = None,
     skips_together: bool = False,
 ) -> None:
-    """Update a scaler by the overflow flags of its gradients, now or at the step.
+    """Update a scaler by the overflow flags of these gradients, now or at the step.
 
-    The update waits for the step among several ranks, and for `delayed`: checks under
-    `delay_overflow_check`.
+    At the step: with several ranks, and with `delayed`, the checks of `delay_overflow_check`.
     """
     if skips_together:
-        _skip_together(optimizers, scaler, flags)
-    existing = [u for g in optimizers for u in g.pending_updates if u.scaler is scaler]
+        _share_overflow(members, scaler, flags)
+    existing = [u for g in members for u in g.pending_updates if u.scaler is scaler]
     waits = delayed is not None or trains_with_others()
     if not (existing or waits):
         scaler.update(flags)
         return
     pending_update = existing[0] if existing else PendingScaleUpdate(scaler, skips_together)
-    pending_update.add_optimizers(optimizers)
+    pending_update.add_members(members)
     pending_update.add_flags(flags)
     if delayed is not None:
         pending_update.delay_checks(delayed)
@@ -186,33 +186,33 @@ def run_pending_updates(gradients: Gradients) -> None:
         pending.update_scaler()
 
 
-def skip_together(optimizers: Sequence[Gradients]) -> None:
-    """Have all these optimizers skip after an overflow in one: one norm clips their gradients.
+def skip_together(members: Sequence[Gradients]) -> None:
+    """One norm is about to clip these gradients: after an overflow in one, all optimizers skip.
 
-    Else a norm of inf or NaN would reach finite gradients, and their optimizer would step.
+    Otherwise a norm of inf or NaN would ruin finite gradients, and their optimizer would step.
     """
     checks = [
         gradients.check
-        for gradients in optimizers
+        for gradients in members
         if gradients.check is not None and not gradients.check.is_used
     ]
-    if len(optimizers) > 1 and checks:
-        _skip_together(optimizers, checks[0].scaler, [check.found_inf for check in checks])
+    if len(members) > 1 and checks:
+        _share_overflow(members, checks[0].scaler, [check.found_inf for check in checks])
 
 
-def _skip_together(optimizers: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
-    """Have all of these optimizers skip, if the gradients of one have overflowed."""
+def _share_overflow(members: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
+    """Keep a flag for each of these optimizers that is set if one of `flags` is."""
     if flags:
         found_inf = functools.reduce(either, flags)
-        for gradients in optimizers:
+        for gradients in members:
             gradients.keep_flag(found_inf, scaler)
 
 
-def drop_pending_updates(scaler: Scaler, optimizers: Sequence[Gradients]) -> None:
+def drop_pending_updates(scaler: Scaler, members: Sequence[Gradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
-    For a script that decides about the step by itself.  The step then moves no scale; only an
-    overflow in other blocks skips it.
+    For a script that calls `update_scale()` and decides about the step itself.  The step then moves
+    no scale, and only an overflow in other blocks skips it.
     """
-    for gradients in optimizers:
+    for gradients in members:
         gradients.pending_updates = [u for u in gradients.pending_updates if u.scaler is not scaler]

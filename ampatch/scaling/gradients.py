@@ -1,26 +1,27 @@
 """The gradients of one optimizer, from `scale_loss` blocks to the step.
 
 [Note: states of gradients]
-`Gradients.state` says what the optimizer's parameters have in `.grad`, in torch.amp's words.
+`Gradients.state` says what the optimizer's parameters have in `.grad`.
 
-    READY      no gradients, or complete ones in FP32 that come from no block
-    SCALED     gradients multiplied by a loss scale: a `scale_loss` block is open (`block`), or
-               `delay_unscale` has left them so (`scaled`)
-    UNSCALED   complete gradients of blocks: finite, or a step has used their `check`
-    FOUND_INF  the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
-               tensor that only the device has read
+    NOT_SCALED  no gradients, or complete FP32 gradients from outside of blocks
+    SCALED      gradients multiplied by a loss scale: a `scale_loss` block is open (`block` is set),
+                or a block with `delay_unscale` has ended (`scaled` is set)
+    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has used
+                their `check`
+    FOUND_INF   the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
+                tensor whose value only the device knows
 
-    READY, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
-    SCALED -> UNSCALED, FOUND_INF          `after_backward`, and after `delay_unscale`
-                                           `delayed.unscale_delayed`, before a step or clipping
-    SCALED -> the state before             `abandon`: the block raised, or the next one began
-    UNSCALED, FOUND_INF -> UNSCALED        `take_found_inf`: a step, taken or skipped
-    any -> READY                           `zeroed`; `drop_all`: unscaling was interrupted
+    NOT_SCALED, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
+    SCALED -> UNSCALED, FOUND_INF     `after_backward`; for gradients of `delay_unscale`
+                                      `delayed.unscale_delayed`, before a step or clipping
+    SCALED -> the state before        `abandon`: the block raised, or the next one began
+    UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
+    any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
 
-Earlier gradients during a block: complete ones move from `.grad` to `Block.saved`, so that new ones
-can be unscaled by themselves.  Those of `scaled` stay in `.grad`: in the block a script reduces,
-reads or clips the sum.  With several ranks complete ones stay too, at the scale of the new ones:
-one all-reduce serves both.
+Where earlier gradients are during a block: complete ones move from `.grad` to `Block.saved`, so
+that the new ones can be unscaled by themselves.  Scaled ones stay in `.grad`: in the block a script
+reduces, reads or clips the sum.  With several ranks complete ones stay too, multiplied by the scale
+of the new ones: one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .unscaling import add_back
 
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
-_OF_A_GRAPH = (
+_GRADIENTS_HAVE_GRAPH = (
     "%s: gradients have a graph (backward(create_graph=True)) of the loss times the loss scale. "
     "They are unscaled, and their graph is not: a second derivative by p.grad is multiplied by the "
     "loss scale. Take torch.autograd.grad(loss, parameters, create_graph=True) of the loss itself, "
@@ -52,7 +53,7 @@ _OF_A_GRAPH = (
 class State(enum.Enum):
     """See the note of states."""
 
-    READY = enum.auto()
+    NOT_SCALED = enum.auto()
     SCALED = enum.auto()
     UNSCALED = enum.auto()
     FOUND_INF = enum.auto()
@@ -65,21 +66,21 @@ class Check:
     found_inf: Flag
     scaler: Scaler
     is_all_reduced: bool  # all processes share the flag
-    new_found_inf: Flag | None  # of the gradients since the last step alone; None: there are none
+    new_found_inf: Flag | None  # of gradients newer than the last step; None: there are none
     includes_used: bool = False  # some gradients are left from an earlier step: see `recheck`
     is_used: bool = False  # a step has used the flag
 
-    def joined(self, before: Check) -> Check:
+    def joined(self, earlier: Check) -> Check:
         """This check and an earlier one of the same gradients, as one."""
-        if before.is_used:
+        if earlier.is_used:
             return self
-        scaler = before.scaler if before.found_inf is True else self.scaler
-        is_all_reduced = self.is_all_reduced and before.is_all_reduced
+        scaler = earlier.scaler if earlier.found_inf is True else self.scaler
+        is_all_reduced = self.is_all_reduced and earlier.is_all_reduced
         new = self.new_found_inf
-        if new is not None and before.new_found_inf is not None:
-            new = either(before.new_found_inf, new)
-        found_inf = either(before.found_inf, self.found_inf)
-        return Check(found_inf, scaler, is_all_reduced, new, before.includes_used)
+        if new is not None and earlier.new_found_inf is not None:
+            new = either(earlier.new_found_inf, new)
+        found_inf = either(earlier.found_inf, self.found_inf)
+        return Check(found_inf, scaler, is_all_reduced, new, earlier.includes_used)
 
 
 class Snapshot(NamedTuple):
@@ -94,14 +95,14 @@ class Snapshot(NamedTuple):
 class Block:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
-    unscalers: dict[int, Gradients]
+    unscaled_by: dict[int, Gradients]
     saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
-    before: Snapshot | None = None  # of the earlier gradients, where they stay in `.grad`
+    before: Snapshot | None = None  # of the earlier gradients, if they stay in `.grad`
 
 
 @dataclasses.dataclass(eq=False)
 class ScaledGradients:
-    """Gradients of some optimizers, multiplied by one value of the loss scale."""
+    """What the gradients of `members` are multiplied by: one value of a loss scale."""
 
     scaler: Scaler
     scale: Any
@@ -109,7 +110,7 @@ class ScaledGradients:
     members: list[Gradients] = dataclasses.field(default_factory=list)
 
     def join(self, gradients: Gradients, complete: list[Any]) -> None:
-        """Bring `complete` gradients of an optimizer to this scale, in place."""
+        """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
         gradients.scaled = self
         if gradients not in self.members:
@@ -120,16 +121,16 @@ class Gradients:
     """The gradients of `optimizer`, through blocks, steps and `zero_grad`.
 
     The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
-    block share a parameter, only the first of them unscales its gradient (`unscalers_among`).
+    block share a parameter, only the first of them unscales its gradient (`first_holders`).
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
         self.block: Block | None = None
         self.scaled: ScaledGradients | None = None
-        self.check: Check | None = None  # the last one since gradients were zeroed
+        self.check: Check | None = None  # since gradients were zeroed
         self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
-        self.left_scaled = False  # a block for other optimizers has added scaled gradients
+        self.scaled_by_other_block = False  # a block without this optimizer has added gradients
         self.had_block = False  # since the last step
         self.block_count = 0
         self.has_logged_no_backward = False
@@ -142,12 +143,12 @@ class Gradients:
         if self.block is not None or self.scaled is not None:
             return State.SCALED
         if self.check is None:
-            return State.READY
+            return State.NOT_SCALED
         may_skip = not self.check.is_used and self.check.found_inf is not False
         return State.FOUND_INF if may_skip else State.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors the optimizer updates.  A single group's own list: do not change it."""
+        """The tensors that the optimizer updates; perhaps the list of a group: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -163,9 +164,9 @@ class Gradients:
     # A block
 
     def before_block(self) -> None:
-        """Before a block: report gradients left scaled; recheck those that a step has used."""
-        if self.left_scaled:
-            self.report_left_scaled()
+        """Before a block: report those that another block scaled; recheck those already used."""
+        if self.scaled_by_other_block:
+            self.report_scaled_by_other_block()
         self.had_block = True
         if self.check is not None and self.check.is_used:
             self.recheck()
@@ -175,27 +176,30 @@ class Gradients:
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin_block(
-        self, earlier: list[Tensor], shared: ScaledGradients, unscalers: dict[int, Gradients]
+        self, earlier: list[Tensor], shared: ScaledGradients, unscaled_by: dict[int, Gradients]
     ) -> Block:
-        """Open a block: gradients of `earlier` are saved in it, or stay in `.grad`, scaled."""
+        """Open a block.  `earlier` are the parameters that have gradients.
+
+        These are saved in the block, or stay in `.grad`, scaled.
+        """
         if not earlier:
             self.scaled = None
             self._forget()
         stays = bool(earlier) and (self.scaled is not None or world_size() > 1)
-        if unscalers:
-            earlier = self._own_params(earlier, unscalers)
+        if unscaled_by:
+            earlier = self._own_params(earlier, unscaled_by)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = Block(unscalers, saved)  # `abandon` puts these back
+        self.block = block = Block(unscaled_by, saved)  # `abandon` puts `saved` back
         self.block_count += 1
         if stays and self.scaled is None:
             shared.join(self, list(map(_grad_of, earlier)))
         block.before = self.snapshot() if stays else None
-        for param, _ in saved:  # the new gradients are unscaled by themselves
+        for param, _ in saved:
             param.grad = None
         return block
 
     def has_new_gradients(self) -> bool:
-        """Whether the open block has brought gradients, or has changed earlier ones."""
+        """Whether the open block has made gradients, or has changed earlier ones."""
         before = self.block and self.block.before
         return self.has_changed_since(before) if before else self.has_gradients()
 
@@ -207,7 +211,7 @@ class Gradients:
         `is_delayed`: the caller keeps the check (`delay_overflow_check`).
         """
         self.scaled = None
-        check = self.unscale(scaler, scale, block.unscalers)
+        check = self.unscale(scaler, scale, block.unscaled_by)
         if check is not None and not is_delayed:
             self.keep_check(check)
         self.block = None
@@ -216,7 +220,7 @@ class Gradients:
         return check
 
     def abandon(self) -> None:
-        """The block failed: drop its gradients, put back the earlier ones."""
+        """The block failed: drop its gradients, and put back the earlier ones."""
         if (block := self.block) is None:
             return
         if self.scaled is not None:
@@ -228,7 +232,7 @@ class Gradients:
                 type(self.optimizer).__name__,
             )
         else:
-            for param in self._own_params(self.parameters(), block.unscalers):
+            for param in self._own_params(self.parameters(), block.unscaled_by):
                 param.grad = None
             for param, grad in block.saved:
                 param.grad = grad
@@ -243,18 +247,20 @@ class Gradients:
 
     # Unscaling
 
-    def unscale(self, scaler: Scaler, scale: Any, unscalers: dict[int, Gradients]) -> Check | None:
+    def unscale(
+        self, scaler: Scaler, scale: Any, unscaled_by: dict[int, Gradients]
+    ) -> Check | None:
         """Unscale the gradients and check them for overflow; None: nothing was checked.
 
-        Gradients that another optimizer of the block has unscaled are only checked.
+        Those that another optimizer of the block has unscaled are only checked: unscaled by 1.
         """
         params = self.parameters()
-        own = self._own_params(params, unscalers) if unscalers else params
-        check = self._unscale(scaler, own, scale)
-        if len(own) < len(params):
-            shared = [param for param in params if unscalers.get(id(param), self) is not self]
-            second = self._unscale(scaler, shared, scale / scale)
-            check = second if check is None else check if second is None else second.joined(check)
+        own_params = self._own_params(params, unscaled_by) if unscaled_by else params
+        check = self._unscale(scaler, own_params, scale)
+        if len(own_params) < len(params):
+            others = [param for param in params if unscaled_by.get(id(param), self) is not self]
+            second = self._unscale(scaler, others, scale / scale)
+            check = second.joined(check) if check and second else check or second
         return check
 
     def _unscale(self, scaler: Scaler, params: Sequence[Tensor], scale: Any) -> Check | None:
@@ -263,7 +269,7 @@ class Gradients:
             return None
         if True in map(_has_graph, grads) and not self._has_logged_graph:
             self._has_logged_graph = True
-            logger.warning(_OF_A_GRAPH, type(self.optimizer).__name__)
+            logger.warning(_GRADIENTS_HAVE_GRAPH, type(self.optimizer).__name__)
         found_inf = scaler.unscale_(grads, scale)
         if found_inf is None:
             return None
@@ -273,10 +279,10 @@ class Gradients:
         return Check(found_inf, scaler, are_all, new_found_inf=found_inf)
 
     def _own_params(
-        self, params: Sequence[Tensor], unscalers: dict[int, Gradients]
+        self, params: Sequence[Tensor], unscaled_by: dict[int, Gradients]
     ) -> list[Tensor]:
         """The `params` whose gradients this optimizer scales and unscales."""
-        return [param for param in params if unscalers.get(id(param), self) is self]
+        return [param for param in params if unscaled_by.get(id(param), self) is self]
 
     def keep_check(self, check: Check) -> None:
         """Keep a check until the step."""
@@ -287,10 +293,10 @@ class Gradients:
         self.keep_check(Check(found_inf, scaler, is_all_reduced=False, new_found_inf=found_inf))
 
     def recheck(self) -> Flag | None:
-        """Check again those gradients that may have changed since their block ended.
+        """Check gradients again where their check may no longer hold.
 
-        A step may have used them, and they were not zeroed: an inf may be left.  Or several
-        processes train: a script may have averaged the inf of another rank into them.  Returns
+        That is so after a step, if they were not zeroed: an inf may be left in them.  And with
+        several processes: a script may have averaged the inf of another rank into them.  Returns
         found_inf; None: nothing was checked.
         """
         earlier = self.check
@@ -307,17 +313,18 @@ class Gradients:
         if check is None:
             return None
         if earlier.is_used:
-            check.new_found_inf, check.includes_used = None, True
+            check.new_found_inf = None
+            check.includes_used = True
         self.keep_check(check)
         return check.found_inf
 
     def is_left_over(self) -> bool:
         """Whether the overflow is only in gradients of an earlier step, which were not zeroed.
 
-        False among several ranks, where gradients add up in place.  Waits for the device.
+        With several ranks always False: new gradients are added in place.  Waits for the device.
         """
         check = self.check
-        if check is None or not check.includes_used:  # before a wait
+        if check is None or not check.includes_used:
             return False
         return check.new_found_inf is None or not is_set(check.new_found_inf)
 
@@ -333,14 +340,15 @@ class Gradients:
 
     def zeroed(self) -> None:
         """All gradients were zeroed: forget their scale and their overflow."""
-        self.scaled, self.left_scaled = None, False
+        self.scaled = None
+        self.scaled_by_other_block = False
         self._forget()
         if (block := self.block) is None:
             return
         block.saved = []
-        if block.unscalers:  # other optimizers of the block may have saved gradients of these
+        if block.unscaled_by:  # other optimizers of the block may have saved gradients of these
             zeroed = set(map(id, self.parameters()))
-            for gradients in dict.fromkeys(block.unscalers.values()):
+            for gradients in dict.fromkeys(block.unscaled_by.values()):
                 gradients.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
@@ -350,7 +358,7 @@ class Gradients:
             if block.saved:
                 return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
-            self.left_scaled = False
+            self.scaled_by_other_block = False
             self._forget()
 
     def _forget(self) -> None:
@@ -358,7 +366,7 @@ class Gradients:
         for update in self.pending_updates:
             update.forget_checks(self)
 
-    # Blocks of other optimizers.  A GAN leaves scaled gradients on purpose, and zeroes them.
+    # Blocks of other optimizers.  A GAN lets them add scaled gradients here, and zeroes these.
 
     def before_other_block(self) -> Snapshot | None:
         """The gradients as they are before a block of another optimizer, for `after_other_block`.
@@ -374,7 +382,7 @@ class Gradients:
         """
         if before is None or self.block is not None or self.block_count != before.block_count:
             return
-        self.left_scaled |= self.has_changed_since(before)
+        self.scaled_by_other_block |= self.has_changed_since(before)
 
     def snapshot(self) -> Snapshot:
         """The gradients as they are now, for `has_changed_since`."""
@@ -387,25 +395,25 @@ class Gradients:
         _, grads, versions = self.snapshot()
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
-    def report_left_scaled(self) -> None:
-        """Log an error if gradients that another optimizer's block left scaled are to be used."""
-        if self.left_scaled and self.has_gradients():
+    def report_scaled_by_other_block(self) -> None:
+        """Log an error if gradients that another optimizer's block scaled are to be used."""
+        if self.scaled_by_other_block and self.has_gradients():
             logger.error(
                 "%s: its gradients are still scaled: an ampatch.scale_loss block that did not get "
                 "this optimizer made them. Pass every optimizer that the loss reaches, "
                 "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
                 type(self.optimizer).__name__,
             )
-        self.left_scaled = False
+        self.scaled_by_other_block = False
 
 
-def unscalers_among(optimizers: Sequence[Gradients]) -> dict[int, Gradients]:
-    """Maps ids of tensors to the first optimizer that holds each; {} where none is shared.
+def first_holders(members: Sequence[Gradients]) -> dict[int, Gradients]:
+    """Maps ids of parameters to the first optimizer that has each; {} where none is shared.
 
-    Only the first scales and unscales a gradient.  After an overflow in it all holders skip.
+    Only the first scales and unscales a gradient.  After an overflow in it all of them skip.
     """
-    if len(optimizers) < 2:
+    if len(members) < 2:
         return {}
-    holders = [(id(param), g) for g in optimizers for param in g.parameters()]
-    unscalers = dict(reversed(holders))
-    return unscalers if len(unscalers) < len(holders) else {}
+    holders = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
+    first = dict(reversed(holders))
+    return first if len(first) < len(holders) else {}

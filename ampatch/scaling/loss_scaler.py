@@ -1,9 +1,8 @@
 """The loss scale: static, or dynamic.
 
-A scale of 1 is a static scaler that has nothing to do.  Gradients are unscaled by a snapshot of the
+A static scale is a number; at 1 there is nothing to do.  A dynamic scale is a 0-dim tensor on the
+device of the losses; its rule is in `scale_value`.  Gradients are unscaled by a snapshot of the
 scale that their loss was multiplied by: another block or `set` may have changed the scale since.
-A static scale is a number.  A dynamic one is a 0-dim tensor on the device of the losses; its rule
-is in `scale_value`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from .unscaling import multiply_, unscale_
 
 
 def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict[str, Any]:
-    """A scaler's entry, checked; `settings` are the scaler's present ones, None if it is static.
+    """A scaler's entry in a state dict, checked.
 
-    Raises `TypeError` or `ValueError`, beginning with `what`.
+    `settings` are the scaler's present ones, None if it is static.  Raises `TypeError` or
+    `ValueError`, beginning with `what`.
     """
     if not isinstance(entry, dict):
         raise TypeError(f"{what}: expected a dictionary, got {type_name(entry)}.")
@@ -35,11 +35,11 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
         raise ValueError(
             f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
         )
-    own_settings = {name: entry[name] for name in SETTINGS if name in entry}
+    saved_settings = {name: entry[name] for name in SETTINGS if name in entry}
     if settings is not None:
-        settings.changed(what, own_settings)
+        settings.changed(what, saved_settings)
     return {
-        **own_settings,
+        **saved_settings,
         "loss_scale": positive_number(
             f"{what}['loss_scale']={entry['loss_scale']!r}", entry["loss_scale"]
         ),
@@ -128,8 +128,8 @@ class DynamicScaler:
     It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
     overflow; and stays within `min_loss_scale` and `max_loss_scale`.
 
-    The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors where the losses
-    live.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
+    The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors on the device of
+    the losses.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
     `has_overflow` and `state_dict` wait for a device.
     """
 
@@ -141,12 +141,13 @@ class DynamicScaler:
         self.generation = 0  # changes with the scale
         self._make_tensors(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
         self._changed: dict[str, Any] = {}  # settings that differ from those of the start
-        self._flags: list[Flag] = []  # overflow flags, for `has_overflow`
-        self._has_updated = False  # `update` has used these flags
+        self._flags: list[Flag] = []  # for `has_overflow`
+        self._has_updated = False  # `update` was called since the last `unscale_`
         self.was_updated_by_step = False  # before the script called `update_scale`
 
     def _make_tensors(self, device: torch.device, scale: float, tracker: int) -> None:
-        self._device, self._is_on_host = device, is_owned_by_host(device)
+        self._device = device
+        self._is_on_host = is_owned_by_host(device)
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 
@@ -155,7 +156,7 @@ class DynamicScaler:
         return self._scale.item(), int(self._growth_tracker.item())
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
-        """`loss` in FP32 times the scale, and that scale, which no update changes.
+        """`loss` in FP32 times the scale, and a copy of that scale.
 
         The scaler moves to the device of the loss.  Nothing waits.
         """
@@ -169,7 +170,7 @@ class DynamicScaler:
         return self._scale.clone()
 
     def peek(self) -> Tensor:
-        """The tensor that holds the scale, to be read or copied at once."""
+        """The scaler's own tensor of the scale, which the next update changes."""
         return self._scale
 
     def scale_grads_(self, grads: list[Tensor], scale: Any) -> None:
@@ -177,10 +178,11 @@ class DynamicScaler:
         multiply_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
-        """Divide gradients by `scale`, in place; the flag of an inf or NaN in one of them."""
+        """Divide gradients by `scale`, in place; returns whether they had an inf or NaN."""
         if self._has_updated:
-            self._flags, self._has_updated, self.was_updated_by_step = [], False, False
-        found_inf = unscale_(grads, scale, at_once=self._is_on_host)
+            self.forget_overflow()
+            self.was_updated_by_step = False
+        found_inf = unscale_(grads, scale, as_bool=self._is_on_host)
         self._flags.append(found_inf)
         return found_inf
 
@@ -193,15 +195,16 @@ class DynamicScaler:
 
     def forget_overflow(self) -> None:
         """`has_overflow` is False until the next `unscale_`."""
-        self._flags, self._has_updated = [], False
+        self._flags = []
+        self._has_updated = False
 
     def update(self, flags: list[Flag]) -> None:
-        """Count one step with these overflow flags, and move the scale; no flags: no step."""
+        """Count one step with these overflow flags, and move the scale; without flags no step."""
         self._has_updated = True
         if not flags:
             return
         found_inf = functools.reduce(either, flags)
-        if self._is_on_host:  # nothing waits, and arithmetic on numbers costs no operators
+        if self._is_on_host:  # arithmetic on numbers is faster than operators
             before = self._scale.tolist()
             tracker = self._growth_tracker.tolist()
             scale, tracker = updated(before, tracker, is_set(found_inf), self.settings)
@@ -238,15 +241,15 @@ class DynamicScaler:
             self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's format, and the settings that were changed on the way.  Waits for the device."""
+        """apex's format, and the settings that were changed since.  Waits for the device."""
         scale, tracker = self._read()
         return {"loss_scale": scale, "unskipped": tracker, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale, count and settings of a `state_dict`, apex's too.
 
-        The state of a static scaler is not taken: from 1.0, that of a run without scaling, this
-        scale would grow for a very long time.
+        The state of a static scaler is not taken: from 1.0, the scale of a run without scaling, a
+        dynamic scale would take very long to grow.
         """
         entry = checked_entry("loss scaler", state, self.settings)
         if entry["dynamic"] is False:
@@ -262,7 +265,7 @@ class DynamicScaler:
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, tracker: int | None) -> None:
-        """Set scale and tracker within limits: torch's kernel never grows from a larger count."""
+        """Set scale and tracker, within limits: from a larger count torch's kernel never grows."""
         self._scale.fill_(self.settings.bounded(scale))
         if tracker is not None:
             self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))

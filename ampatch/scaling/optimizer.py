@@ -12,10 +12,15 @@ from torch import Tensor
 from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
-from ..torch_private.optimizers import bare_step, is_bare_zero_grad, is_zero, record_skipped_step
+from ..torch_private.optimizers import (
+    bare_step,
+    is_bare_zero_grad,
+    is_zero_redundancy,
+    record_skipped_step,
+)
 from .delayed import run_pending_updates, unscale_delayed
 from .gradients import Gradients, State
-from .optimizers import closures, zero
+from .optimizers import closures, zero_redundancy
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import Replaced, put_back
@@ -31,17 +36,17 @@ the state in torch's layout, and parameters with the FP32 values that were saved
 """
 
 
-class StepOwner(Protocol):
+class SessionForOptimizer(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
-    observers: Any  # are notified of steps, while `observers.all` has some
+    observers: Any  # of steps; `observers.all` is empty if there are none
 
     casts_off: Callable[..., Any]
     """`casts_off(function, ...)` calls a function without casts: the optimizer's own step."""
 
     casts_on: Callable[..., Any]
-    """Within `casts_off`: calls a closure with the casts that are active around the step."""
+    """`casts_on(closure, ...)`, within `casts_off`: calls it with the casts from before that."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step has ended, skipped or not."""
@@ -60,7 +65,7 @@ class ManagedOptimizer:
     `reports` logs messages about them.
     """
 
-    def __init__(self, optimizer: Any, session: StepOwner) -> None:
+    def __init__(self, optimizer: Any, session: SessionForOptimizer) -> None:
         self.optimizer = optimizer
         self.session = session
         self.gradients = Gradients(optimizer, session.process_group)
@@ -69,12 +74,12 @@ class ManagedOptimizer:
         self.reports = StepReports(optimizer, self.gradients, self.counter)
         self.replaced_state: Replaced = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        self.skipped: bool | Tensor = False  # the last step; a tensor is read when asked for
-        self._is_zero = is_zero(optimizer)
+        self.skipped: bool | Tensor = False  # the last step; read a tensor late: that waits
+        self._is_zero_redundancy = is_zero_redundancy(optimizer)
         self._methods = Methods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
-    # Put in, take out
+    # Replaced methods
 
     def install(self) -> None:
         """Replace the optimizer's methods, for the first time."""
@@ -104,7 +109,7 @@ class ManagedOptimizer:
     def uninstall(self) -> None:
         """Give the optimizer its own methods back; gradients are left unscaled.
 
-        After an `initialize` that failed, its state has the dtypes of before again.
+        After an `initialize` that failed, its state has its former dtypes again.
         """
         try:
             put_back(self.replaced_state)
@@ -116,13 +121,13 @@ class ManagedOptimizer:
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
-            passed, new_args, new_kwargs = closures.replaced(args, kwargs, self._with_casts)
-            if passed and closures.evaluates_first(self.optimizer):
+            script_closures, new_args, new_kwargs = closures.wrapped(args, kwargs, self._with_casts)
+            if script_closures and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
-                    loss = passed[0]()
+                    loss = script_closures[0]()
                 self._step(original, (), {})
                 return loss
-            if passed:
+            if script_closures:
                 return self._step_with_closures(original, new_args, new_kwargs)
         self.before_step()
         result = self.step_on_gradients(original, args, kwargs)
@@ -152,15 +157,15 @@ class ManagedOptimizer:
         return evaluate
 
     def before_step(self) -> None:
-        """Bring gradients and scalers up to date."""
+        """Unscale and recheck gradients, and run updates of scalers that wait for this step."""
         if self.session.observers.all:
             self.session.observers.notify("on_step_begin", self.optimizer)
-        if self._is_zero and self.session.looks_for_overflow():
-            zero.refuse_join(self.optimizer)
+        if self._is_zero_redundancy and self.session.looks_for_overflow():
+            zero_redundancy.refuse_join(self.optimizer)
         gradients = self.gradients
-        if gradients.left_scaled:
+        if gradients.scaled_by_other_block:
             gradients.had_block = True  # the error about that block is enough
-            gradients.report_left_scaled()
+            gradients.report_scaled_by_other_block()
         if gradients.state is State.SCALED:
             if gradients.block is not None:
                 raise AmpatchError(
@@ -183,7 +188,7 @@ class ManagedOptimizer:
         """Call the original step, unless the present gradients have overflowed."""
         found_inf = self.gradients.take_found_inf()
         in_kernel = False
-        skipped: bool | Tensor = False  # without a flag nothing was checked
+        skipped: bool | Tensor = False
         if found_inf is not None:
             in_kernel = isinstance(found_inf, Tensor) and skips_in_kernel(self.optimizer)
             skipped = found_inf if in_kernel or isinstance(found_inf, bool) else is_set(found_inf)
@@ -210,7 +215,7 @@ class ManagedOptimizer:
                 attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is skipped; a scheduler must not warn that it was forgotten."""
+        """Record whether this step is skipped, for schedulers too: they warn of forgotten steps."""
         self.skipped = skipped
         self.counter.record(skipped)
         if skipped is True:

@@ -1,4 +1,4 @@
-"""The processes that train together: how many they are, and the overflow flag that they share."""
+"""The processes that train together: their number, and the overflow flag that they share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def world_size() -> int:
 
 
 def trains_with_others() -> bool:
-    """Whether other processes train the same model, so that gradients may hold theirs.
+    """Whether other processes train the same model, so that gradients may come from them too.
 
-    Horovod's processes are not those of `torch.distributed`.
+    Horovod does not use `torch.distributed`.
     """
     if is_distributed():
         return torch.distributed.get_world_size() > 1
@@ -31,7 +31,7 @@ def trains_with_others() -> bool:
 
 
 class FlagGroups(NamedTuple):
-    """The process groups that share the flag of some gradients; whether these are all processes."""
+    """The process groups that share a flag; `are_all`: they have all processes."""
 
     groups: list[Any]
     are_all: bool
@@ -41,9 +41,9 @@ _NO_GROUPS = FlagGroups([], are_all=False)
 
 
 def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
-    """The groups of the gradients' DTensors, by their meshes, and `group`.
+    """The groups of the meshes of gradients that are DTensors, and `group`, if there is one.
 
-    A rank has only its shard of a DTensor, and an inf may be in one shard alone.
+    A rank has only its shard of a DTensor, and an inf may be in one shard only.
     """
     if group is None and PLAIN.issuperset(map(type, grads)):
         return _NO_GROUPS

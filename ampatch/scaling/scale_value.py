@@ -1,7 +1,7 @@
 """How a dynamic loss scale and its growth tracker change with a step; overflow flags.
 
-An overflow flag, `found_inf`, is a 0-dim FP32 tensor, not 0 for an overflow, or a `bool` where the
-host knows already.
+An overflow flag, `found_inf`, is a 0-dim FP32 tensor, not 0 after an overflow, or a `bool` if the
+host knows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -> tuple[Any, Any]:
-    """The scale and `tracker`, the count of clean steps, after one more; numbers or FP64 tensors.
+    """The scale and `tracker`, the count of clean steps, after a step; numbers or FP64 tensors.
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
     after an overflow (`found_inf`, 1 or 0), grow after `growth_interval` clean steps, unless FP32
@@ -49,7 +49,7 @@ def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSett
 
 
 def either(first: Flag, second: Flag) -> Flag:
-    """A flag that is set where one of the two is."""
+    """A flag that is set if one of the two is."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
     if isinstance(first, Tensor):

@@ -14,35 +14,36 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
 from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
-from .gradients import Block, Gradients, ScaledGradients, Snapshot, State, unscalers_among
+from .gradients import Block, Check, Gradients, ScaledGradients, Snapshot, State, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
+from .scale_value import Flag
 
-_RIGHT = (
+_CORRECT_CALL = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
     "loss.backward()."
 )
-_UNSCALED = (
+_NOT_OF_SCALED_LOSS = (
     "ampatch.scale_loss(loss, %s): the block has new gradients that do not come from the scaled "
-    "loss. Divided by the loss scale they would be far too small. Write " + _RIGHT + " Add "
+    "loss. Divided by the loss scale they would be far too small. Write " + _CORRECT_CALL + " Add "
     "another loss to this one first, or give it a block of its own."
 )
-_JOINT = (
+_ONE_BLOCK = (
     "For a loss of several optimizers write one block: 'with ampatch.scale_loss(loss, "
     "[first, second]) as scaled_loss: scaled_loss.backward()'."
 )
 _OTHER_SCALE = (
     "ampatch.scale_loss(loss, %s): the block has new gradients of another block's scaled loss, "
-    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _JOINT
+    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _ONE_BLOCK
 )
-_TWICE = (
+_SCALED_TWICE = (
     "ampatch.scale_loss(loss, %s): the loss is the scaled loss of a block around this one, so its "
-    "gradients are scaled twice. " + _JOINT
+    "gradients are scaled twice. " + _ONE_BLOCK
 )
 _NO_BACKWARD = (
     "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, so "
-    "there are no new gradients. Write " + _RIGHT
+    "there are no new gradients. Write " + _CORRECT_CALL
 )
 
 
@@ -58,7 +59,7 @@ def refuse_attribute(block: object, name: str) -> NoReturn:
 class PlainBackward:
     """Context manager: yields the loss as it is, and does nothing.
 
-    Dynamo traces it.  At the backward pass in a `contextlib.nullcontext` of a tensor it fails.
+    Not `contextlib.nullcontext(loss)`: Dynamo cannot trace a backward pass inside that.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -74,9 +75,10 @@ class PlainBackward:
 
 
 class PassCounter:
-    """Hook of a scaled loss: counts the backward passes that come through it.
+    """Hook of a scaled loss: counts the backward passes that run through it.
 
-    The hook refers to nothing: autograd keeps it with the graph, and it would keep the graph alive.
+    It holds no other object: autograd keeps the hook with the graph, and such an object could keep
+    the graph alive.
     """
 
     __torch_unserializable__ = True  # a scaled loss is pickled without a warning
@@ -108,8 +110,8 @@ class ScaledBackward:
 
     `others` are optimizers that are not in the block; if the backward pass reaches them, they log
     an error when they step.  `skips_together`: after an overflow in the gradients of one optimizer
-    all of them skip.  `counts_passes`: the scaled loss has a hook, by which a pass from another
-    loss is refused.
+    all of them skip.  `counts_passes`: the scaled loss gets a hook (`PassCounter`), so that
+    gradients of another loss are refused.
     """
 
     def __init__(
@@ -125,10 +127,10 @@ class ScaledBackward:
     ) -> None:
         self._loss = loss
         self._pass_counter = PassCounter() if counts_passes and loss.requires_grad else None
-        self._gradients: list[Gradients] = []
+        self._members: list[Gradients] = []
         for optimizer in optimizers:
-            self._gradients.append(optimizer.gradients)
-        self._others: Sequence[tuple[Gradients, Any]] = ()
+            self._members.append(optimizer.gradients)
+        self._others: Sequence[tuple[Gradients, Snapshot | None]] = ()
         if others and not scaler.is_one:
             self._others = [
                 (other.gradients, other.gradients.before_other_block()) for other in others
@@ -136,48 +138,48 @@ class ScaledBackward:
         self._scaler = scaler
         self._delay_unscale = delay_unscale
         self._delay_check = delay_overflow_check
-        self._skips_together = skips_together and len(self._gradients) > 1
+        self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
-        self._blocks: list[Block] = []  # one for each of the optimizers
+        self._blocks: list[Block] = []  # those of `_members`, in the same order
         self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
         try:
-            for gradients in self._gradients:
+            for gradients in self._members:
                 if gradients.state is State.SCALED:
                     unscale_at_other_scale(gradients, self._scaler)
                 gradients.before_block()
-            earlier = [gradients.params_with_gradients() for gradients in self._gradients]
-            unscalers = unscalers_among(self._gradients)
-            scaled, self.scale = self._scaler.scale(self._loss)
-            self._scaled = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
-            # Gradients that `delay_unscale` left scaled are at the same scale: join them.
-            for gradients in reversed(self._gradients):
-                self._scaled = gradients.scaled or self._scaled
-            for gradients, params in zip(self._gradients, earlier, strict=True):
-                self._blocks.append(gradients.begin_block(params, self._scaled, unscalers))
-            if self._pass_counter is not None and scaled.requires_grad:
-                scaled.register_hook(self._pass_counter)
-                self.scaled_loss = scaled
+            earlier = [gradients.params_with_gradients() for gradients in self._members]
+            unscaled_by = first_holders(self._members)
+            scaled_loss, self.scale = self._scaler.scale(self._loss)
+            self._shared = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
+            # What `delay_unscale` left scaled has this scale now: use its `ScaledGradients`.
+            for gradients in reversed(self._members):
+                self._shared = gradients.scaled or self._shared
+            for gradients, params in zip(self._members, earlier, strict=True):
+                self._blocks.append(gradients.begin_block(params, self._shared, unscaled_by))
+            if self._pass_counter is not None and scaled_loss.requires_grad:
+                scaled_loss.register_hook(self._pass_counter)
+                self.scaled_loss = scaled_loss
                 _thread_blocks.blocks = [
                     *filter(ScaledBackward.is_open, _thread_blocks.blocks),
                     self,
                 ]
-            return scaled
+            return scaled_loss
         except BaseException:
             self._abandon()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        has_unscaled = False
+    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
+        is_refused = False
         try:
-            has_unscaled = kind is None and self._has_unscaled_gradients()
-            if kind is not None or has_unscaled:
+            is_refused = error_type is None and self._has_gradients_of_other_loss()
+            if error_type is not None or is_refused:
                 self._abandon()
             else:
                 self._complete()
         except BaseException:
-            for gradients in self._gradients:
+            for gradients in self._members:
                 gradients.drop_all()
             raise
         finally:
@@ -185,73 +187,71 @@ class ScaledBackward:
             _thread_blocks.blocks = [block for block in _thread_blocks.blocks if block is not self]
             for gradients, before in self._others:
                 gradients.after_other_block(before)
-        if has_unscaled:
-            raise AmpatchError(_UNSCALED % self._names())
+        if is_refused:
+            raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
 
     __getattr__ = refuse_attribute
 
     def is_open(self) -> bool:
-        """Whether its optimizers are still in this block; after Ctrl-C another may have begun."""
-        return all(g.block is block for g, block in zip(self._gradients, self._blocks))
+        """Whether its optimizers are still in this block: after Ctrl-C another may have begun."""
+        return all(g.block is block for g, block in zip(self._members, self._blocks))
 
     def snapshot(self) -> BlockSnapshot:
-        """The state that a backward pass may change."""
+        """What a backward pass may change."""
         assert self._pass_counter is not None
-        return BlockSnapshot(
-            self, self._pass_counter.count, [g.snapshot() for g in self._gradients]
-        )
+        return BlockSnapshot(self, self._pass_counter.count, [g.snapshot() for g in self._members])
 
     def has_new_gradients_since(self, before: BlockSnapshot) -> bool:
         """Whether gradients of the block's optimizers have changed."""
-        pairs = zip(self._gradients, before.gradients, strict=True)
+        pairs = zip(self._members, before.of_members, strict=True)
         return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
 
-    def was_passed_since(self, before: BlockSnapshot) -> bool:
-        """Whether a backward pass has run through the block's scaled loss."""
+    def was_reached_since(self, before: BlockSnapshot) -> bool:
+        """Whether a backward pass has reached the block's scaled loss."""
         return self._pass_counter is not None and self._pass_counter.count > before.pass_count
 
-    def refuse_other_scales(self, passed_blocks: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` unless all blocks in `passed_blocks` have the scale of this one.
+    def refuse_other_scales(self, reached_blocks: list[ScaledBackward]) -> None:
+        """Raise `AmpatchError` unless all blocks in `reached_blocks` have the scale of this one.
 
-        A pass through their scaled losses has changed gradients of this block.
+        A pass has reached their scaled losses, and has changed gradients of this block.
         """
-        own_scale, scales = float(self.scale), [float(other.scale) for other in passed_blocks]
+        own_scale, scales = float(self.scale), [float(other.scale) for other in reached_blocks]
         if not scales and own_scale != 1.0:
-            raise AmpatchError(_UNSCALED % self._names())
+            raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
         for scale in scales:
             if scale != own_scale:
                 raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own_scale))
         if self._pass_counter is not None:
             self._pass_counter.count += 1
 
-    def refuse_second_scaling(self, passed_blocks: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` if the pass from this scaled loss ran through others, too."""
-        if any(float(other.scale) != 1.0 for other in passed_blocks):
-            raise AmpatchError(_TWICE % self._names())
+    def refuse_second_scaling(self, reached_blocks: list[ScaledBackward]) -> None:
+        """Raise `AmpatchError` if the pass from this scaled loss has reached others, too."""
+        if any(float(other.scale) != 1.0 for other in reached_blocks):
+            raise AmpatchError(_SCALED_TWICE % self._names())
 
     def _abandon(self) -> None:
-        for gradients in self._gradients:
+        for gradients in self._members:
             gradients.abandon()
 
-    def _has_unscaled_gradients(self) -> bool:
-        """Whether the block has gradients that did not come from the scaled loss.
+    def _has_gradients_of_other_loss(self) -> bool:
+        """Whether the block has new gradients, but no pass has reached its scaled loss.
 
-        Warns where it has no new gradients.
+        Warns if it has no new gradients.
         """
         if self._pass_counter is None or self._pass_counter.count:
             return False
-        if any(g.has_new_gradients() for g in self._gradients):
+        if any(g.has_new_gradients() for g in self._members):
             return float(self.scale) != 1.0
-        if torch.is_grad_enabled() and not self._gradients[0].has_logged_no_backward:
-            self._gradients[0].has_logged_no_backward = True
+        if torch.is_grad_enabled() and not self._members[0].has_logged_no_backward:
+            self._members[0].has_logged_no_backward = True
             logger.warning(_NO_BACKWARD, self._names())
         return False
 
     def _names(self) -> str:
-        return ", ".join(f"<{type(g.optimizer).__name__}>" for g in self._gradients)
+        return ", ".join(f"<{type(g.optimizer).__name__}>" for g in self._members)
 
     def _complete(self) -> None:
-        blocks = list(zip(self._gradients, self._blocks, strict=True))
+        blocks = list(zip(self._members, self._blocks, strict=True))
         for gradients, block in blocks:
             if gradients.block is not block:
                 raise AmpatchError(
@@ -262,9 +262,12 @@ class ScaledBackward:
                 )
         if self._delay_unscale:
             for gradients, block in blocks:
-                leave_scaled(gradients, block, self._scaled)
+                leave_scaled(gradients, block, self._shared)
             return
-        scaler, checks, flags, is_delayed = self._scaler, [], [], self._delay_check
+        scaler = self._scaler
+        is_delayed = self._delay_check
+        checks: list[tuple[Gradients, Check]] = []
+        flags: list[Flag] = []
         for gradients, block in blocks:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
@@ -272,11 +275,11 @@ class ScaledBackward:
                 flags.append(check.found_inf)
         if not isinstance(scaler, DynamicScaler):
             return
-        has_pending = any(g.pending_updates for g in self._gradients)
+        has_pending = any(g.pending_updates for g in self._members)
         if has_pending or is_delayed or self._skips_together or trains_with_others():
             delayed = checks if is_delayed else None
             update_now_or_at_step(
-                scaler, self._gradients, flags, delayed=delayed, skips_together=self._skips_together
+                scaler, self._members, flags, delayed=delayed, skips_together=self._skips_together
             )
         else:
             scaler.update(flags)
@@ -287,14 +290,14 @@ class BlockSnapshot(NamedTuple):
 
     block: ScaledBackward
     pass_count: int
-    gradients: list[Snapshot]
+    of_members: list[Snapshot]
 
 
 def pass_begins(root: Any) -> Callable[[], None] | None:
-    """Call it before a backward pass from `root`, a tensor or several; returns the check for after.
+    """To be called before a backward pass from `root`, a tensor or several.
 
-    None: no block is open, or `root` is the scaled loss of the only one, or another pass of the
-    thread encloses this one.
+    Returns a check to call after the pass.  None: no block is open, or `root` is the scaled loss of
+    the only one, or the thread is in another pass.
     """
     blocks = _thread_blocks.blocks
     if not blocks or (len(blocks) == 1 and root is blocks[0].scaled_loss):
@@ -306,22 +309,24 @@ def pass_begins(root: Any) -> Callable[[], None] | None:
 
 
 def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
-    """Raise `AmpatchError` where a block has gradients that are not at its own scale."""
-    passed_blocks = [before.block for before in snapshots if before.block.was_passed_since(before)]
+    """Raise `AmpatchError` if a block has gradients that do not have its own scale."""
+    reached_blocks = [
+        before.block for before in snapshots if before.block.was_reached_since(before)
+    ]
     for before in snapshots:
         block = before.block
         if root is block.scaled_loss:
-            block.refuse_second_scaling([other for other in passed_blocks if other is not block])
-        if block not in passed_blocks and block.has_new_gradients_since(before):
-            block.refuse_other_scales(passed_blocks)
+            block.refuse_second_scaling([other for other in reached_blocks if other is not block])
+        if block not in reached_blocks and block.has_new_gradients_since(before):
+            block.refuse_other_scales(reached_blocks)
 
 
 def with_sharers(
-    optimizers: list[ManagedOptimizer], everyone: Sequence[ManagedOptimizer]
+    optimizers: list[ManagedOptimizer], all_optimizers: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
-    """`optimizers` and all that share a tensor with them, directly or through others."""
+    """`optimizers` and all that share a parameter with them, directly or through others."""
     sharers = list(optimizers)
-    rest = [optimizer for optimizer in everyone if optimizer not in optimizers]
+    rest = [optimizer for optimizer in all_optimizers if optimizer not in optimizers]
     new = sharers if rest else []
     while new:
         reached = {id(param) for optimizer in new for param in optimizer.parameters()}

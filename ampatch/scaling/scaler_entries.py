@@ -1,6 +1,4 @@
-"""The `state_dict` of loss scalers, an entry for each: ampatch's, apex's, or of
-`torch.amp.GradScaler`.
-"""
+"""State dicts of loss scalers, loaded: ampatch's, apex's and `torch.amp.GradScaler`'s."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from .loss_scaler import Scaler, checked_entry
 
 def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
     """Give each scaler its entry of `state`; see `ampatch.load_state_dict`, and what it raises."""
-    if is_grad_scalers(state):
+    if is_grad_scaler_state(state):
         state = dict.fromkeys(scalers, from_grad_scaler(state))
     if not isinstance(state, dict):
         raise TypeError(
@@ -46,8 +44,8 @@ def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
         )
 
 
-def is_grad_scalers(state: Any) -> bool:
-    """Whether this is the `state_dict()` of a `torch.amp.GradScaler` that was enabled."""
+def is_grad_scaler_state(state: Any) -> bool:
+    """Whether this is the `state_dict()` of an enabled `torch.amp.GradScaler`."""
     return isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys()
 
 

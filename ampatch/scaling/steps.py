@@ -1,7 +1,7 @@
 """The steps that an optimizer took and skipped: their counts, and messages about them.
 
-For most optimizers the host decides whether to step.  Fused optimizers decide on the
-device, and their steps are counted there.  The host does not wait for these counts.
+For most optimizers the host decides whether to step.  The kernels of fused optimizers decide on the
+device, where their steps are counted, and the host does not wait for these counts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..torch_private.devices import AsyncCopy, is_captured
 from .gradients import Gradients
 from .unscaling import real_values
 
-_SHOWN = 5  # parameters named
-_STREAK = 10  # skips in a row; from here on not each one is logged
+_SHOWN = 5  # parameters named in a message
+_STREAK = 10  # skips in a row; from the tenth on, only some are logged
 _LEFT_OVER = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
@@ -40,14 +40,14 @@ class StepCounter:
 
     def __init__(self) -> None:
         self._taken = self._skipped = self._in_a_row = 0  # until a device counts
-        self._on_device: Tensor | None = None  # all steps, the skipped ones, those in a row
-        self._elements: list[Tensor] = []  # its three elements
+        self._on_device: Tensor | None = None  # the numbers: all steps, skipped, skipped in a row
+        self._elements: list[Tensor] = []  # of `_on_device`
         self._copy: AsyncCopy | None = None
         self._since_copy = 0  # steps since the last copy
-        self._reported = 0  # of the skipped steps, how many `unreported` has returned
+        self._reported = 0  # skipped steps that `unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
-        """Count a step.  A 0-dim tensor, not 0 for a skipped step, is not waited for."""
+        """Count a step.  `skipped` may be a 0-dim tensor, 1 for a skipped step; nothing waits."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
         elif self._on_device is not None:
@@ -69,7 +69,7 @@ class StepCounter:
         steps, skips, in_a_row = self._elements
         skipped = skipped.to(steps.device)
         foreach.add_([steps, skips], [torch.ones_like(skipped), skipped])
-        torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # one more than before, or 0
+        torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # in_a_row + 1, or 0
 
     def read(self) -> StepCounts:
         """The counts.  Waits for the device if it has them."""
@@ -78,17 +78,18 @@ class StepCounter:
         return _counts(self._on_device.tolist())
 
     def unreported(self, limit: int) -> tuple[StepCounts, int] | None:
-        """The counts, and how many of the skipped steps are new since the last call.
+        """The counts, and how many steps were skipped since the last call.
 
-        None where none is new, or where the host would have to wait: counts of a device are copied
-        every `limit // 4` steps, and read once they have arrived.
+        None if none was, or if the host would have to wait: counts of a device are copied every
+        `limit // 4` steps, and read when they have arrived.
         """
         if self._on_device is None and self._skipped == self._reported:
             return None
         counts = self.read() if self._on_device is None else self._read_copy(self._on_device, limit)
         if counts is None or counts.skipped == self._reported:
             return None
-        new, self._reported = counts.skipped - self._reported, counts.skipped
+        new = counts.skipped - self._reported
+        self._reported = counts.skipped
         return counts, new
 
     def _read_copy(self, on_device: Tensor, limit: int) -> StepCounts | None:
@@ -96,7 +97,8 @@ class StepCounter:
         if is_captured(on_device):
             return None
         if self._copy is None and self._since_copy >= limit // 4:
-            self._copy, self._since_copy = AsyncCopy(on_device), 0
+            self._copy = AsyncCopy(on_device)
+            self._since_copy = 0
         if self._copy is None or (numbers := self._copy.value()) is None:
             return None
         self._copy = None
@@ -108,10 +110,10 @@ def _counts(numbers: list[float]) -> StepCounts:
     return StepCounts(steps - skipped, skipped, in_a_row)
 
 
-class SessionView(Protocol):
-    """What reports ask of the session."""
+class SessionForReports(Protocol):
+    """What the messages about steps need of the session."""
 
-    max_skips: int  # in a row, until they are an error
+    max_skips: int  # skips in a row that are logged as an error
     last_loss: Callable[[], Tensor | None]  # that of the last block, if it is still in use
 
     @property
@@ -133,7 +135,7 @@ class StepReports:
         self._name = type(optimizer).__name__
         self._gradients = gradients
         self._counter = counter
-        self._has_warned = False
+        self._has_warned_of_no_block = False
         self._has_warned_of_loss = False
         self._steps = 0
         self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
@@ -142,21 +144,21 @@ class StepReports:
         """Record the dtypes that parameters have now."""
         self._newly_half()
 
-    def after_step(self, session: SessionView) -> None:
+    def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
-        if (news := self._counter.unreported(session.max_skips)) is not None:
-            self._log_skipped(*news, session)
-        if not (self._gradients.had_block or self._has_warned) and session.wants_blocks:
+        if (unreported := self._counter.unreported(session.max_skips)) is not None:
+            self._log_skipped(*unreported, session)
+        if not (self._gradients.had_block or self._has_warned_of_no_block) and session.wants_blocks:
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...
             self._warn_of_new_half(session)
 
-    def _log_skipped(self, counts: StepCounts, new: int, session: SessionView) -> None:
-        """Log that `new` more steps were skipped; from ten in a row on, one line per doubling.
+    def _log_skipped(self, counts: StepCounts, new: int, session: SessionForReports) -> None:
+        """Log that `new` more steps were skipped; from ten in a row on, only at each doubling.
 
-        An error about many in a row waits for the device.  A loss on a device is read only after
-        ten in a row, where a wait costs nothing any more.
+        An error about many in a row waits for the device.  A loss on a device is read only from ten
+        in a row on: that waits too, and training is at a standstill then.
         """
         streak = counts.skipped_in_a_row
         is_left_over = streak > 1 and self._gradients.is_left_over()
@@ -167,7 +169,10 @@ class StepReports:
         if streak < _STREAK or (streak // _STREAK).bit_length() > (before // _STREAK).bit_length():
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
-                *(self._name, steps, counts.skipped, counts.taken + counts.skipped),
+                self._name,
+                steps,
+                counts.skipped,
+                counts.taken + counts.skipped,
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_warned_of_loss else session.last_loss()
@@ -182,7 +187,10 @@ class StepReports:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
-                *(streak, self._name, _LEFT_OVER, self._nonfinite_grads(session.parameter_names())),
+                streak,
+                self._name,
+                _LEFT_OVER,
+                self._nonfinite_grads(session.parameter_names()),
             )
         elif streak >= session.max_skips > streak - new:
             logger.error(
@@ -191,7 +199,9 @@ class StepReports:
                 "the cause: look for a NaN in the data, the loss or the weights, or try "
                 'dtype=torch.bfloat16, overrides={"path.*": "float"} for these modules, '
                 'opt_level="O0" or a lower learning rate.',
-                *(streak, self._name, self._nonfinite_grads(session.parameter_names())),
+                streak,
+                self._name,
+                self._nonfinite_grads(session.parameter_names()),
             )
 
     def _nonfinite_grads(self, names: dict[int, str]) -> str:
@@ -208,12 +218,12 @@ class StepReports:
     def _warn_without_block(self) -> None:
         """Warn once of a step without `scale_loss` under a dynamic scale.
 
-        Not of a step at a learning rate of zero, by which libraries create an optimizer's state.
+        Libraries create an optimizer's state by a step at a learning rate of 0: no warning.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
             return
-        self._has_warned = True
+        self._has_warned_of_no_block = True
         logger.warning(
             "%s.step() without an ampatch.scale_loss block since its last step, under a dynamic "
             "loss scale: small gradients may be lost, and an overflow is not detected. Write "
@@ -222,11 +232,12 @@ class StepReports:
             self._name,
         )
 
-    def _warn_of_new_half(self, session: SessionView) -> None:
-        """Name parameters that have become half since `initialize`, and not by a level."""
+    def _warn_of_new_half(self, session: SessionForReports) -> None:
+        """Warn of parameters that have become half since `initialize`, and not by an opt level."""
         if not (params := self._newly_half()):
             return
-        names, converted = session.parameter_names(), session.converted_ids()
+        names = session.parameter_names()
+        converted = session.converted_ids()
         for path, param in params:
             if id(param) not in converted:
                 logger.warning(
@@ -235,11 +246,14 @@ class StepReports:
                     "has no FP32 master weight any more, so small updates are lost. Give that "
                     "code FP32 inputs (embeddings.float()), or let it compute with "
                     "weight.to(x.dtype).",
-                    *(self._name, names.get(id(param), path), tuple(param.shape), param.dtype),
+                    self._name,
+                    names.get(id(param), path),
+                    tuple(param.shape),
+                    param.dtype,
                 )
 
     def _newly_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters that have become half since the first call, with their paths; each once."""
+        """Parameters, with paths, that were FP32 at the first call and are half; each only once."""
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)

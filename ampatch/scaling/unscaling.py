@@ -1,4 +1,4 @@
-"""Whole lists of gradients in one call: unscaled, multiplied, added to earlier ones."""
+"""Lists of gradients, in few kernels: unscaled, multiplied, added to earlier ones."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ _HALF = frozenset(HALF_DTYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default
-"""Not the patched function: reports would count the call as the script's."""
+"""Not `torch.reciprocal`, which is patched: reports would count the call as the script's."""
 
 
-def unscale_(grads: list[Tensor], scale: Tensor, *, at_once: bool) -> Flag:
+def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> Flag:
     """Divide gradients by `scale` (0-dim), in place; returns whether they had an inf or NaN.
 
-    `at_once`: as a `bool`; else as a 0-dim FP32 tensor where the scale lives.
+    `as_bool`: as a `bool`, which waits for the device; else a 0-dim FP32 tensor beside `scale`.
 
     In C++: `unscale` of `gradients.h`.
     """
-    if at_once and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
+    if as_bool and _unscale is not None and (found_inf := _unscale(grads, scale)) is not None:
         return found_inf
-    inverse, found_inf = _reciprocal(scale), torch.zeros_like(scale)
+    inverse = _reciprocal(scale)
+    found_inf = torch.zeros_like(scale)
     for device, group in _kernel_groups(grads):
         local = found_inf if device == scale.device else torch.zeros_like(scale, device=device)
         check_and_unscale_(group, local, inverse.to(device))
         if local is not found_inf:
             found_inf = torch.maximum(found_inf, local.to(scale.device))
-    return found_inf.tolist() != 0 if at_once else found_inf
+    return found_inf.tolist() != 0 if as_bool else found_inf
 
 
 def multiply_(grads: list[Tensor], factor: Any) -> None:
     """Multiply gradients by a number or a 0-dim tensor, in place.
 
-    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  A
-    tensor keeps its own.
+    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  So
+    half gradients get a tensor, which keeps its dtype.
     """
     for device, group in _kernel_groups(grads):
         if isinstance(factor, Tensor):
@@ -66,7 +67,7 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
         new = tensor.grad
         if new is None:
             tensor.grad = grad
-        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # as torch's lists can add them
+        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # what `foreach.add_` can add
             earlier.append(local_of(grad))
             more.append(local_of(new))
             tensor.grad = grad
@@ -77,13 +78,13 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The tensors behind gradients (`real_values`), in lists that one kernel takes together."""
+    """The `real_values` of gradients, in lists that one kernel takes together, by device."""
     if (
         set(map(type, grads)) == {Tensor}
         and (len(grads) == 1 or all(map(_is_cpu, grads)))
         and not any(map(_is_sparse, grads))
         and _COMPLEX.isdisjoint(map(_dtype, grads))
-    ):  # the usual case, without a look at each
+    ):  # the usual case, without a Python loop
         return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}
     for grad in map(real_values, grads):
@@ -94,8 +95,8 @@ def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]
 def real_values(grad: Tensor) -> Tensor:
     """The tensor of real numbers that a gradient consists of.
 
-    The values of a sparse gradient, the local tensor of a DTensor, the real and imaginary parts of
-    a complex one as they are in memory.
+    That is the values of a sparse gradient, the local tensor of a DTensor, or a complex one viewed
+    as real numbers; all share its memory.
     """
     grad = local_of(grad)
     grad = grad._values() if grad.is_sparse else grad

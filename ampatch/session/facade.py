@@ -61,7 +61,7 @@ __all__ = [
 
 session_of = registry.objects.session_of
 edit_tables = registry.edit_tables
-replacement_of = registry.installation.replacements.of
+replacement_of = registry.installation.replacements.replacement_of
 
 
 # Sessions and models
@@ -73,7 +73,7 @@ def open_sessions() -> list[Session]:
 
 
 def scaling_sessions() -> list[Session]:
-    """The sessions that have optimizers, the newest last; without one, the session opened last."""
+    """The sessions that have optimizers, newest last; if there are none, the one opened last."""
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
@@ -146,7 +146,7 @@ def observe_casts(observer: CastObserver) -> None:
 
 
 def stop_observing_casts(observer: CastObserver) -> None:
-    """Undo `observe_casts`; harmless if it is undone."""
+    """Undo `observe_casts`; harmless if it was undone before."""
     if observer in observers:
         observers.remove(observer)
         registry.state.release(observer)

@@ -1,4 +1,4 @@
-"""Who manages this module, or this optimizer?  The registry of the process that answers it."""
+"""Who manages this model, or this optimizer?  The registry of the process that answers this."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Entries = dict[int, "weakref.ref[Managed]"]
 class ObjectRegistry(Generic[Session]):
     """The session and the managed counterpart of each object that `initialize` was given.
 
-    An object keeps its counterpart alive (by its hooks or methods), and the counterpart holds the
-    object.  The registry holds the counterpart weakly: when the user's code drops the object, both
-    are collected, and the entry goes.  In a disabled session an object is its own counterpart.  An
-    object is in one session at a time: the one that put it last.
+    The object (by its hooks or methods) and its counterpart refer to each other.  The registry has
+    a weak reference to the counterpart: when the user's code drops the object, both are collected,
+    and the entry goes.  In a disabled session an object is its own counterpart.  An object is in
+    one session at a time: the one that put it last.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class ObjectRegistry(Generic[Session]):
 
     def put(self, obj: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
         """Record that `obj` is in `session`; returns a weak reference to its counterpart."""
-        key, entries = id(obj), self._entries
+        key = id(obj)
+        entries = self._entries
 
         def collected(counterpart: weakref.ref) -> None:
             entry = entries.get(key)
@@ -42,23 +43,26 @@ class ObjectRegistry(Generic[Session]):
         return ref
 
     def remove(self, key: int, session: Session) -> None:
-        """Forget an object (its id) that has left `session`, if no other session has it by now."""
+        """Forget an object (its id) that has left `session`, unless another session has it now."""
         entry = self._entries.get(key)
         if entry is not None and entry[0] is session:
             del self._entries[key]
 
     def find(self, obj: Any) -> tuple[Session, Any] | None:
-        """`(session, managed counterpart or None)`; None for an object in no session."""
+        """`(session, counterpart)`, or None for an object in no session.
+
+        The counterpart is None in a disabled session.
+        """
         entry = self._entries.get(id(obj))
         if entry is None:
             return None
         managed = entry[1]()
-        if managed is None:  # collected, and not gone yet
+        if managed is None:  # it was collected, and its entry is about to go
             return None
         return entry[0], None if managed is obj else managed
 
     def find_optimizer(self, optimizer: Any) -> tuple[Session, Any] | None:
-        """As `find`, for an optimizer, or for an object of a framework that stands for one."""
+        """As `find`, for an optimizer, or for a framework's object that stands for one."""
         entry = self.find(optimizer)
         if entry is None:
             entry = self.find(self.unwrapped_optimizer(optimizer))
@@ -70,7 +74,8 @@ class ObjectRegistry(Generic[Session]):
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer
         as `.optimizer` and share its `param_groups`.  A scheduler does not share them.
         """
-        candidate, tried = optimizer, set()
+        candidate = optimizer
+        tried = set()
         while self.find(candidate) is None:
             tried.add(id(candidate))
             inner = getattr(candidate, "optimizer", None)

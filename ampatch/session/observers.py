@@ -28,7 +28,7 @@ class Observers:
 
     def notify(self, event: str, *values: Any) -> None:
         """Call the method `event(*values)` of the observers that have it."""
-        for observer in list(self.all):  # some leave when they are notified
+        for observer in list(self.all):  # an observer may remove itself
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)
@@ -51,12 +51,12 @@ class ObservedBlock:
     def __enter__(self) -> Tensor:
         return self._block.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if kind is not None:
-            self._block.__exit__(kind, *rest)
+    def __exit__(self, error_type: type[BaseException] | None, *rest: Any) -> None:
+        if error_type is not None:
+            self._block.__exit__(error_type, *rest)
             return
         with contextlib.ExitStack() as stack:
-            stack.push(self._block)  # an observer that raises ends the block as the script would
+            stack.push(self._block)  # if an observer raises, the block ends as if the script did
             self._observers.notify("on_backward", self._loss_id)
         self._observers.notify("on_unscaled", self._loss_id)
 

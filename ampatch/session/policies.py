@@ -1,4 +1,4 @@
-"""What a session casts: its policies, outside and inside its models."""
+"""What a session casts: its policies, inside and outside of its models."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..torch_private.probes import current_backward_pass
 
 
 class Policies:
-    """The policies of one session; the active one depends on opt level and models.
+    """The policies of one session; opt level and models decide which is active.
 
-    `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward FP32 and half
-    tensors meet.  Both share one weight cache.  `functions`: see `Policy`.
+    `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward a call gets FP32 and
+    half tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Policies:
     ) -> None:
         self._properties = properties
         self._state = state
-        half = properties.cast_model_type  # elsewhere than in half models None or FP32
-        self.half = half if half in HALF_DTYPES else properties.dtype
+        model_dtype = properties.cast_model_type
+        self.half = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
         self.tables = Policy(
             half_to=self.half,
             functions=functions,
@@ -49,12 +49,13 @@ class Policies:
         self.cache = self.tables.cache
 
     def policy_of_models(self) -> Policy | None:
-        """The policy of the models' forwards: that of the tables, or None."""
+        """The policy of the models' forwards: `tables` at O1, else None."""
         return self.tables if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
         """The override that runs a submodule in a precision of its own: "float" or "half"."""
-        properties, policy = self._properties, None
+        properties = self._properties
+        policy = None
         dtype = torch.float32 if precision == "float" else self.half
         if properties.patch_torch_functions:
             policy = self.tables.casting_all_to(dtype)
@@ -62,7 +63,7 @@ class Policies:
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
-        """Cast on every device: there is no model whose device would decide."""
+        """Cast on every device: no model limits the devices."""
         self.tables.devices = None
 
     def cast_on(self, devices: set[str]) -> None:
@@ -77,7 +78,7 @@ class Policies:
 
 
 def outside_backward(policy: Policy) -> Policy:
-    """This policy, except that nothing is cast in a backward pass: hooks compute there."""
+    """This policy, but without casts in a backward pass, where hooks compute."""
     condition = policy.condition
 
     def is_outside(args: tuple, kwargs: dict) -> bool:
@@ -103,9 +104,9 @@ def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, d
 
     def has_half_or_parameter(args: tuple, kwargs: dict) -> bool:
         for tensor in _tensors(args, kwargs):
-            kind = type(tensor)
-            dtype = tensor.dtype if kind is Tensor or kind is Parameter else dtype_of(tensor)
-            if dtype in HALF_DTYPES or (kind is not Tensor and is_parameter(tensor)):
+            cls = type(tensor)
+            dtype = tensor.dtype if cls is Tensor or cls is Parameter else dtype_of(tensor)
+            if dtype in HALF_DTYPES or (cls is not Tensor and is_parameter(tensor)):
                 return True
         return False
 
@@ -122,12 +123,12 @@ def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors of a call.  Every call runs this: no generator for the usual kinds."""
+    """The tensors of a call.  Every call runs this, so usual values take no generator."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
+        cls = type(value)
+        if cls is Tensor or cls is Parameter:
             tensors.append(value)
-        elif value is not None and kind not in (int, float, bool):
+        elif value is not None and cls not in (int, float, bool):
             tensors += tensors_in((value,))
     return tensors

@@ -1,4 +1,4 @@
-"""Ranks under DDP, which averages gradients alone, have the same settings and loss scales."""
+"""Ranks under DDP must have the same settings and loss scales: DDP averages only gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from ..config.opt_levels import level
 from ..errors import AmpatchError
 
-_OWN = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
+_NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
 
 
 def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
     """Raise `AmpatchError` on each rank that is about to wrap `model`, unless all ranks agree.
 
-    DDP begins with the same collective, an all_gather of the number of parameters.  By that one a
-    rank where ampatch does not manage the model takes part here, and raises torch's error.
+    This is an all_gather of one number.  DDP itself begins with such an all_gather, so a rank where
+    ampatch does not manage the model takes part too, and raises torch's error.
     """
     sent = [param for param in model.parameters() if param.requires_grad]
     if not (sessions and sent) or dist.get_rank(group) < 0:
@@ -45,11 +45,13 @@ def _arguments(session: Any) -> str:
     overrides = [*session.overrides.modules, *session.overrides.functions.items()]
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
     shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]
-    return ", ".join(f"{name}={value}" for name, value in shown.items() if name not in _OWN)
+    return ", ".join(
+        f"{name}={value}" for name, value in shown.items() if name not in _NOT_COMPARED
+    )
 
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
-    """Raise `AmpatchError` for a model whose ranks `join` would let drift apart."""
+    """Raise `AmpatchError` for a model whose ranks would get different scales in `join`."""
     scaling = [session for session in sessions if session.has_losses()]
     if any(s.looks_for_overflow() or s.process_group is not None for s in scaling):
         raise AmpatchError(

@@ -26,7 +26,7 @@ from .torch_tools import TorchTools
 
 
 class OpenSession(Protocol):
-    """What the registry asks of a session."""
+    """What the registry needs of a session."""
 
     properties: Properties
     policies: Policies
@@ -67,7 +67,7 @@ class Registry(Generic[Session]):
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
         self.objects: ObjectRegistry[Session] = ObjectRegistry()
-        self.opens_with_apex_tables = False  # sessions that open now follow apex's tables
+        self.opens_with_apex_tables = False  # sessions that open now follow apex's op tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
@@ -84,7 +84,7 @@ class Registry(Generic[Session]):
         self.refresh()
 
     def close_empty(self) -> None:
-        """Close sessions whose models and optimizers have all been taken by later ones."""
+        """Close sessions whose models and optimizers are all in later sessions now."""
         for session in list(self.sessions):
             if session.is_empty():
                 session.close()
@@ -115,7 +115,7 @@ class Registry(Generic[Session]):
         return session
 
     def scaling_sessions(self) -> list[Session]:
-        """The sessions whose loss scales are in use, newest last: those that have optimizers."""
+        """The sessions that have optimizers, and so use their loss scales; newest last."""
         return [session for session in self.sessions if session.is_alive() and session.has_losses()]
 
     def latest_scaling(self, what: str) -> Session:
@@ -168,7 +168,7 @@ class Registry(Generic[Session]):
         return any(managed.has_half_copy(parameter) for managed in self.models())
 
     def restore_shared(self, model: nn.Module) -> None:
-        """Before O2 manages a model: change its weights back that another model's O3 made half."""
+        """Before O2 manages a model: make weights FP32 again that another model at O3 made half."""
         param_ids = set(map(id, model.parameters()))
         restored: set[int] = set()
         for managed in self.models():
@@ -180,23 +180,24 @@ class Registry(Generic[Session]):
     # Patches and policies
 
     def refresh(self) -> None:
-        """Install the patches and the process's policy that the open sessions need.
+        """Install the patches, and the policy of the process, that the open sessions need.
 
         A session whose models and optimizers were all collected ends here.
         """
         for ended in [session for session in self.sessions if not session.is_alive()]:
             ended.is_open = False
             self.sessions.remove(ended)
-        # Asked once: a session's models may be collected while this runs, and its policy with them.
+        # Read once: models may be collected while this runs, and their session's policy with them.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(session, policy) for session, policy in policies if policy is not None]
-        installed, has_tables = self.installation, bool(casting)
-        types = {managed.properties.cast_model_type for managed in self.models()}
-        has_rows = has_tables or not types.isdisjoint(HALF_DTYPES)
+        installed = self.installation
+        has_tables = bool(casting)
+        model_dtypes = {managed.properties.cast_model_type for managed in self.models()}
+        has_rows = has_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
         overridden = self._overridden() if has_rows else {}
         needed = (has_rows, has_tables, overridden)
         tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
-        self.state.process_policy = self.state.in_half_models = None
+        self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
             self._tools.put_in()
         if tables_change:
@@ -207,7 +208,7 @@ class Registry(Generic[Session]):
                 self.user_functions.put_all()
         self.state.process_policy = self._process_policy(casting)
         by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
-        self.state.in_half_models = by_init[-1] if by_init else None
+        self.state.half_model_policy = by_init[-1] if by_init else None
         for managed in self.models() if has_rows else ():
             managed.held_functions.put_in(installed.replacements)
         if not self.sessions:
@@ -216,8 +217,8 @@ class Registry(Generic[Session]):
     def _process_policy(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """The policy outside managed forwards; `casting` are the sessions that cast calls.
 
-        The session opened last decides whether every call of the process is cast.  If it has
-        another scope, or casts nothing, only calls on half tensors and on parameters are cast.
+        If the session opened last has `patch_scope="process"`, every call is cast.  Otherwise only
+        calls on half tensors and on parameters are.
         """
         casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
@@ -234,29 +235,29 @@ class Registry(Generic[Session]):
         return outside_backward(policy)
 
     def _overridden(self) -> dict[Any, bool]:
-        """The functions with overrides, and whether they run in FP32 inside at every level."""
+        """The functions with overrides, and whether a session without the tables overrides them."""
         overridden: dict[Any, bool] = {}
         for session in self.sessions:
-            is_everywhere = not session.properties.patch_torch_functions
+            has_no_tables = not session.properties.patch_torch_functions
             for function in session.policies.tables.functions if session.properties.enabled else ():
-                overridden[function] = overridden.get(function, False) or is_everywhere
+                overridden[function] = overridden.get(function, False) or has_no_tables
         return overridden
 
     # The user's own functions, and changes to the tables
 
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
-        """Replace rules of the tables, in sessions with apex's tables that open from now on.
+        """Replace rules of apex's tables, in sessions that open from now on.
 
         Earlier edits are forgotten.  An edit is a namespace ("torch", "torch.nn.functional",
-        "torch.Tensor"), a name and a rule, or None for no cast.  Raises `AttributeError` for an
-        unknown name.
+        "torch.Tensor"), a name, and a rule (None: no cast).  Raises `AttributeError` for an unknown
+        name.
         """
         for where, name, _ in edits:
             raw_attribute(resolve(where), name)
         self.table_edits = edits
 
     def register(self, owner: object, name: str | None, rule: Rule) -> None:
-        """Have one of the user's functions follow a rule, now and later, while patches are in."""
+        """Have one of the user's functions follow a rule, in sessions that cast calls."""
         if self.user_functions.register(owner, name, rule):
             self._install_anew()
 

@@ -25,7 +25,7 @@ from ..models import module_overrides
 from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers import zero
+from ..scaling.optimizers import zero_redundancy
 from ..scaling.optimizers.state import Replaced, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
 from .object_registry import Entries, alive
@@ -36,8 +36,8 @@ from .registry import Registry
 def cast_state() -> CastState:
     """The process's `CastState`.
 
-    Decorated functions of the user's code read it here, from a module global: Dynamo traces some
-    of them without sources, and closures may hold nothing but functions there.
+    The user's decorated functions call this instead of holding the object: Dynamo traces some of
+    them without sources, and then their closures may hold only functions.
     """
     return registry.state
 
@@ -49,7 +49,8 @@ class Session:
     """Models and optimizers under one set of `Properties`.
 
     Complete when constructed, active after `open`.  `models` and `optimizers` are the managed ones,
-    `policies` decide what is cast.  The optimizers call the session at each step (`StepOwner`).
+    `policies` decide what is cast.  The optimizers call the session at each step (see
+    `SessionForOptimizer`).
     """
 
     def __init__(
@@ -75,23 +76,24 @@ class Session:
         self.scalers = _make_scalers(properties, properties.num_losses)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
-        self.scales_by_itself = False  # every backward pass, in a script without `scale_loss`
+        self.scales_by_itself = False  # backward passes of a script without `scale_loss`
         self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
         self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
-        self._had_members = False
+        self._had_entries = False
         self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def _functions(self) -> dict[Any, Choose]:
-        """The rules by which this session replaces rows of the tables, by function."""
-        installation, rules = registry.installation, {}
+        """The rules that replace rows of the tables in this session, by function."""
+        installation = registry.installation
+        rules = {}
         if self.has_apex_tables and self.properties.patch_torch_functions:
             rules = installation.apex_functions(registry.table_edits)
         for function, precision in self.overrides.functions.items():
-            rules[installation.replacements.original(function)] = OVERRIDES[precision]
+            rules[installation.replacements.original_of(function)] = OVERRIDES[precision]
         return rules
 
-    # Members
+    # Models and optimizers
 
     @property
     def models(self) -> list[ManagedModel]:
@@ -104,29 +106,29 @@ class Session:
         return alive(self.optimizer_entries)
 
     def is_alive(self) -> bool:
-        """Whether a member is still in use, or it never had one, or all were released."""
+        """False once its models and optimizers were all collected, without being released."""
         for entries in self._entries:
             for ref in list(entries.values()):
                 if ref() is not None:
                     return True
-        return not self._had_members or self.is_empty()
+        return not self._had_entries or self.is_empty()
 
     def has_losses(self) -> bool:
-        """Whether the session has optimizers whose losses it scales; a handle gets some later."""
+        """Whether it has optimizers whose losses it scales, or may get some later."""
         if self.handle is not None or self.scales_by_itself:
             return True
         return bool(self.optimizers or alive(self.unmanaged_entries))
 
     def is_empty(self) -> bool:
-        """Whether every model and optimizer was released again; collected ones were not."""
-        return self._had_members and not any(self._entries)
+        """Whether it had models or optimizers, and all were released (not: collected)."""
+        return self._had_entries and not any(self._entries)
 
-    def _add_member(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+    def _add_entry(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
             del entries[key]
         entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _remove_members(self, entries: Entries[Any], *keys: int) -> None:
+    def _remove_entries(self, entries: Entries[Any], *keys: int) -> None:
         for key in keys:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
@@ -159,19 +161,19 @@ class Session:
             self._fit_optimizer_states()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
-            for member in (*optimizers, *models):
-                undo.do(self.release, member)
+            for obj in (*optimizers, *models):
+                undo.do(self.release, obj)
             undo.end()
             raise
         registry.refresh()
 
     def _manage_all(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        self._had_members |= bool(optimizers)
-        if not self.properties.enabled:  # models alone wait for their optimizers
+        self._had_entries |= bool(optimizers)
+        if not self.properties.enabled:  # models have no entries; their optimizers may come later
             for optimizer in optimizers:
-                self._add_member(self.unmanaged_entries, optimizer, optimizer)
+                self._add_entry(self.unmanaged_entries, optimizer, optimizer)
             return
-        self._had_members |= bool(models)
+        self._had_entries |= bool(models)
         for model in models:
             self._manage_model(model)
         for optimizer in optimizers:
@@ -189,15 +191,15 @@ class Session:
             undo.do(optimizer.uninstall)
             undo.do(_fit_optimizer_state, optimizer, changed)
         for entries in self._entries:
-            self._remove_members(entries, *entries)
+            self._remove_entries(entries, *entries)
         self.is_open = False
         undo.do(registry.remove, self)
         undo.end()
 
     def release(self, obj: Any) -> None:
         """Manage a model or an optimizer no longer."""
-        holding = (entries for entries in self._entries if id(obj) in entries)
-        entries: Entries[Any] = next(holding, {})
+        with_obj = (entries for entries in self._entries if id(obj) in entries)
+        entries: Entries[Any] = next(with_obj, {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
             changed = managed.converted_ids()
@@ -206,7 +208,7 @@ class Session:
                 _fit_optimizer_state(optimizer, changed)
         elif isinstance(managed, ManagedOptimizer):
             managed.uninstall()
-        self._remove_members(entries, id(obj))
+        self._remove_entries(entries, id(obj))
 
     def policy(self) -> Policy | None:
         """The policy by which this session casts calls; None: it casts none."""
@@ -214,11 +216,13 @@ class Session:
             return None
         if not self.model_entries:
             return self.policies.policy_of_models()
-        inside = [managed.policy for managed in self.models if managed.policy is not None]
-        return self.policies.tables if self.policies.tables in inside else next(iter(inside), None)
+        of_models = [managed.policy for managed in self.models if managed.policy is not None]
+        if self.policies.tables in of_models:
+            return self.policies.tables
+        return of_models[0] if of_models else None
 
     def _fit_optimizer_states(self) -> None:
-        """Cast the optimizers' states to their parameters' dtypes; nothing is undone after this."""
+        """Cast the optimizers' states to their parameters' dtypes; forget what an undo needs."""
         models, optimizers = self.models, self.optimizers
         converted = self.converted_ids()
         for optimizer in optimizers:
@@ -236,8 +240,9 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        for_modules = self.overrides.modules
-        overridden, stays_float = module_overrides.precisions(model, for_modules, properties)
+        overridden, stays_float = module_overrides.precisions(
+            model, self.overrides.modules, properties
+        )
         managed = ManagedModel(
             model,
             properties,
@@ -249,7 +254,7 @@ class Session:
                 for module, precision in overridden.items()
             ],
         )
-        self._add_member(self.model_entries, model, managed)
+        self._add_entry(self.model_entries, model, managed)
         if properties.uses_half_copies:
             registry.restore_shared(model)
         managed.convert(stays_float)
@@ -259,7 +264,7 @@ class Session:
 
     def drop_copies(self) -> None:
         """Forget the half copies of weights that O1 has cached."""
-        weight_cache.forget_all()
+        weight_cache.drop_copies()
 
     def parameter_names(self) -> dict[int, str]:
         """Names of the models' parameters, by ids of the parameters."""
@@ -270,7 +275,7 @@ class Session:
         }
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """FP32 meets half in a model's forward: calls with both dtypes follow the tables now."""
+        """A call in the model's forward got FP32 and half tensors: cast such calls from now on."""
         if managed.policy is None:
             managed.policy = self.policies.mixed_dtypes
             self.policies.cast_on({param.device.type for param in managed.model.parameters()})
@@ -289,7 +294,7 @@ class Session:
     def manage_optimizer(self, optimizer: Any) -> ManagedOptimizer:
         """Manage an optimizer: its `step`, `zero_grad` and `load_state_dict`."""
         managed = ManagedOptimizer(optimizer, self)
-        self._add_member(self.optimizer_entries, optimizer, managed)
+        self._add_entry(self.optimizer_entries, optimizer, managed)
         managed.install()
         return managed
 
@@ -308,8 +313,9 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager behind `scale_loss`; at a static scale of 1 it yields the loss."""
-        scaler, observers = self.scalers[loss_id], registry.observers
+        """The context manager of `scale_loss`; at a static scale of 1 it yields the loss."""
+        scaler = self.scalers[loss_id]
+        observers = registry.observers
         for entry in list(self.model_entries.values()):
             model = entry()
             if model is not None and model.frame is not None and not model.frame.is_installed():
@@ -325,18 +331,26 @@ class Session:
             block = PlainBackward(loss)
         else:
             self.last_loss = weakref.ref(loss)
-            managed, others = self._partners(managed)
+            managed, others = self._with_sharers(managed)
             block = ScaledBackward(
-                *(loss, managed, scaler, delay_unscale, delay_overflow_check, others),
+                loss,
+                managed,
+                scaler,
+                delay_unscale,
+                delay_overflow_check,
+                others,
                 skips_together=self.has_apex_tables,
                 counts_passes=not self.scales_by_itself,
             )
         return observers.around(block, loss_id) if observers.all else block
 
-    def _partners(
+    def _with_sharers(
         self, managed: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
-        """These optimizers with those that share parameters; and all other managed optimizers."""
+        """The optimizers, with those that share parameters with them; and all other managed ones.
+
+        Under `scales_by_itself` the second list is empty.
+        """
         entries = self.optimizer_entries
         is_alone = len(managed) == len(entries) == 1 and id(managed[0].optimizer) in entries
         if not is_alone:
@@ -347,7 +361,7 @@ class Session:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether steps are to come after `scale_loss`."""
+        """Whether a step without a `scale_loss` block before it is a mistake."""
         return self.looks_for_overflow() and not self.scales_by_itself
 
     def looks_for_overflow(self) -> bool:
@@ -360,7 +374,7 @@ class Session:
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """A step of one of the optimizers has ended."""
-        weight_cache.forget_all()
+        weight_cache.drop_copies()
         for ref in list(self.model_entries.values()):
             model = ref()
             if model is not None and model.statistics is not None:
@@ -377,14 +391,14 @@ class Session:
         optimizers: list[ManagedOptimizer],
         unmanaged: list[Any],
     ) -> None:
-        """Manage again what was released."""
+        """Manage again models and optimizers that were released."""
         for managed in models:
             if id(managed.model) not in self.model_entries:
                 self._manage_model(managed.model)
         for optimizer in unmanaged:
-            self._add_member(self.unmanaged_entries, optimizer, optimizer)
+            self._add_entry(self.unmanaged_entries, optimizer, optimizer)
         for managed_optimizer in optimizers:
-            self._add_member(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
+            self._add_entry(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
             managed_optimizer.reinstall()
         self._fit_optimizer_states()
         registry.refresh()
@@ -396,28 +410,28 @@ def taken_over(*objs: Any) -> Iterator[None]:
 
     On an exception these sessions get them back, and training can go on.
     """
-    owned = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
-    earlier = {
+    managing = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
+    managed_before = {
         session: (session.models, session.optimizers, alive(session.unmanaged_entries))
-        for session, _ in owned
+        for session, _ in managing
     }
     try:
-        for session, obj in owned:
+        for session, obj in managing:
             session.release(obj)
         yield
     except BaseException:
-        for session, members in earlier.items():
-            session.restore(*members)
+        for session, managed in managed_before.items():
+            session.restore(*managed)
         raise
 
 
 def _fit_optimizer_state(
     managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None
 ) -> None:
-    """Cast the optimizer's state of these parameters (ids) to their present dtypes."""
+    """Cast the optimizer's state of converted parameters (ids) to their present dtypes."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
-        zero.rebuild_buckets(managed.optimizer)
+        zero_redundancy.rebuild_buckets(managed.optimizer)
 
 
 def _make_scalers(properties: Properties, count: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they ask the sessions.
 
-They are replaced at every level, and for disabled sessions too, where they call the original.
+They are replaced at every level, and for disabled sessions too: then they call the original.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.calls import CastState, thread_calls
 from ..casting.handlers import FunctionModes
 from ..casting.patches import PatchSet, Replacement
-from ..casting.places import give_back, rebind
+from ..casting.places import bind_originals, rebind
 from ..interop import (
     backward_passes,
     clip_grad,
@@ -34,8 +34,8 @@ from ..torch_private.optimizers import notify_of_steps
 from . import ranks
 
 
-class Members(Protocol):
-    """The open sessions, and all that they manage."""
+class RegistryForTools(Protocol):
+    """What the replaced tools need of the registry."""
 
     state: CastState
 
@@ -49,10 +49,10 @@ class Members(Protocol):
 
 
 class TorchTools:
-    """Puts the replaced tools in with the first session, beneath the patches of the tables."""
+    """Replaces the tools when the first session opens, before the tables are installed."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, registry: RegistryForTools) -> None:
+        self._registry = registry
         self._patches = PatchSet()
         self._pairs: list[tuple[Any, Any]] = []  # replacement and original
         self._awaits_dynamo = False
@@ -61,8 +61,8 @@ class TorchTools:
         """Replace them.  Harmless when they are in."""
         if len(self._patches):
             return
-        self._patches.on_undo(notify_of_steps(weight_cache.forget_all))
-        FunctionModes(self._members.state).watch(self._patches)
+        self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
+        FunctionModes(self._registry.state).watch(self._patches)
         if self._awaits_dynamo:
             self._replace([*self._replacements(), *dynamo.gradient_readers()])
         else:
@@ -73,7 +73,7 @@ class TorchTools:
     def take_out(self) -> None:
         """Give them back.  Harmless when they are out."""
         self._patches.undo()
-        give_back(self._pairs)
+        bind_originals(self._pairs)
         self._pairs = []
 
     def _put_in_dynamo(self) -> None:
@@ -90,19 +90,20 @@ class TorchTools:
         rebind({id(original): (self._patches, put) for put, original in new})
 
     def _replacements(self) -> list[Replacement]:
-        """Every tool, each with what it is replaced for."""
-        members, state = self._members, self._members.state
+        """Every tool, each with the reason why it is replaced."""
+        registry = self._registry
+        state = registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
             *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
             # ranks compare settings and scales
             *ddp.at_wrapping(
-                lambda model, group: ranks.compare(members.sessions_of(model), model, group),
-                members.has_half_copy,
+                lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
+                registry.has_half_copy,
             ),
             # refused under a dynamic loss scale
-            *ddp.at_join(lambda model: ranks.refuse_uneven(members.sessions_of(model), model)),
-            # writes that raise no version
+            *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
+            # writes that do not count up a tensor's version
             *tensor_methods.data(_on_data_access),
             # TorchScript compiles the forwards of the classes, and warns that it casts nothing
             *torchscript.replacements(state),
@@ -132,55 +133,59 @@ class TorchTools:
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
         """The managed model that shares parameters or buffers with a module, or None."""
         tensor_ids = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        for managed in self._members.models():
+        for managed in self._registry.models():
             tensors = (*managed.model.parameters(), *managed.model.buffers())
             if not tensor_ids.isdisjoint(map(id, tensors)):
                 return managed.model
         return None
 
     def _is_relied_on(self, tensor: Tensor) -> bool:
-        """Whether a managed model came with this parameter or buffer, or an optimizer has it."""
-        if parameter_of_copy(tensor) is not None:  # within the forward
+        """Whether a managed model had this tensor at `initialize`, or an optimizer has it."""
+        if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
-        return any(managed.had_at_start(tensor) for managed in self._members.models()) or any(
+        return any(managed.had_at_start(tensor) for managed in self._registry.models()) or any(
             param is tensor
-            for optimizer in self._members.optimizers()
+            for optimizer in self._registry.optimizers()
             for param in optimizer.parameters()
         )
 
     def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
         """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
         if thread_calls.stack:
-            behind = map(parameter_of_copy, tensors)
-            tensors = tensors + [weight for weight in behind if weight is not None]
-        wanted, may_share = set(map(id, tensors)), False
-        for managed in self._members.models():
+            weights = map(parameter_of_copy, tensors)
+            tensors = tensors + [weight for weight in weights if weight is not None]
+        wanted = set(map(id, tensors))
+        may_share = False
+        for managed in self._registry.models():
             may_share |= managed.record_wanted_grads(wanted)
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
         """`module.load_state_dict` has loaded values."""
-        for managed in self._members.models():
+        for managed in self._registry.models():
             if managed.statistics is not None:
                 managed.statistics.loaded(module)
 
     def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
-        """Unscale gradients of these tensors, which are about to be clipped, `by_norm` as one."""
+        """Unscale gradients of these tensors, which are about to be clipped.
+
+        `by_norm`: by one norm of all of them.
+        """
         param_ids = {id(tensor) for tensor in tensors}
-        managed = [optimizer.gradients for optimizer in self._members.optimizers()]
-        clipped = [gradients for gradients in managed if unscale_to_clip(gradients, param_ids)]
+        all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
+        clipped = [g for g in all_gradients if unscale_to_clip(g, param_ids)]
         if by_norm:
             skip_together(clipped)
 
     def _forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
-        for managed in self._members.optimizers():
+        for managed in self._registry.optimizers():
             managed.gradients.zeroed_by_others(zeroed)
 
 
 def _on_data_access(tensor: Tensor) -> None:
-    """`tensor.data` is about to be read or set: a write through it raises no version."""
+    """`tensor.data` is about to be read or set: a write through it does not change its version."""
     if isinstance(tensor, nn.Parameter):
-        weight_cache.forget(tensor)
+        weight_cache.cast_at_each_use(tensor)
     elif thread_calls.stack:
         record_values(tensor)

@@ -49,15 +49,14 @@ def _set(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None
 
 
 def devices_on() -> list[str]:
-    """The types of devices on which autocast is on."""
+    """The device types on which autocast is on."""
     return [device for device in device_types() if is_enabled(device)]
 
 
-def switched_off(devices: Sequence[str]) -> Sequence[str]:
-    """Switch autocast off for these device types; returns them."""
+def switch_off(devices: Sequence[str]) -> None:
+    """Switch autocast off for these device types."""
     for device in devices:
         set_enabled(device, False)
-    return devices
 
 
 def switch_on(devices: Sequence[str]) -> None:

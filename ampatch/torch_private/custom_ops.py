@@ -11,33 +11,33 @@ from .lookup import of_torch
 _NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
 OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
-    (kind, attributes.attrgetter(name))
+    (cls, attributes.attrgetter(name))
     for path, name in _NAMED.items()
-    if (kind := of_torch(path, None)) is not None
+    if (cls := of_torch(path, None)) is not None
 ]
 """The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
-function that gives the full name of an object.  Without the classes such calls go unseen.
+function that returns the full name of an object.  Without the classes such calls go unseen.
 """
 
 _key_name_of = of_torch("torch._C._dispatch_key_for_device", None)
 _keys = of_torch("torch._C.DispatchKey", None)
-_OWN = ("aten::", "prim::")
+_OF_TORCH = ("aten::", "prim::")
 
 
-def autocast_devices(operator: Any, name: str, kinds: Iterable[str]) -> frozenset[str]:
-    """The types of devices, among `kinds`, for which an operator brings a kernel for autocast.
+def autocast_devices(operator: Any, name: str, devices: Iterable[str]) -> frozenset[str]:
+    """The device types, among `devices`, for which an operator brings a kernel for autocast.
 
-    None for torch's own, whose rules are the tables.  Unknown: none.
+    Empty for torch's own operators, which follow the tables, and where torch cannot be asked.
     """
-    if name.startswith(_OWN) or _key_name_of is None or _keys is None:
+    if name.startswith(_OF_TORCH) or _key_name_of is None or _keys is None:
         return frozenset()  # TorchScript's operators (`prim`) cannot be asked
     overloads = [operator]
     if hasattr(operator, "overloads"):  # `op_overloads` came after torch 2.10
         overloads = [getattr(operator, overload) for overload in operator.overloads()]
     return frozenset(
-        kind
-        for kind in kinds
-        if (key := getattr(_keys, f"Autocast{_key_name_of(kind)}", None)) is not None
+        device
+        for device in devices
+        if (key := getattr(_keys, f"Autocast{_key_name_of(device)}", None)) is not None
         and any(overload.has_kernel_for_dispatch_key(key) for overload in overloads)
     )
 

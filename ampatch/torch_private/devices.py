@@ -1,4 +1,4 @@
-"""Which kinds of devices there are, and what each of them can do.  To measure: `device_figures.py`.
+"""Which device types there are, and what each of them can do.  To measure: `device_figures.py`.
 
 All questions go through `torch.accelerator`, so that any accelerator of torch works.  Where a
 device lacks streams, events, graphs or memory figures, the answer is right without them.
@@ -32,7 +32,7 @@ _BFLOAT16 = {
 """torch's functions that ask for bfloat16, by whether the CPU is an ARM."""
 
 _marks_of_fork = [
-    of_torch(f"torch.{kind}._is_in_bad_fork", lambda: False) for kind in ("cuda", "xpu", "mps")
+    of_torch(f"torch.{name}._is_in_bad_fork", lambda: False) for name in ("cuda", "xpu", "mps")
 ]
 
 NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
@@ -53,15 +53,15 @@ def is_lost_by_fork() -> bool:
 
 
 def device_types() -> tuple[str, ...]:
-    """The types of devices whose tensors calls may get."""
-    kind = accelerator()
-    return ("cpu",) if kind is None else ("cpu", kind)
+    """The device types of the tensors that calls may get."""
+    device = accelerator()
+    return ("cpu",) if device is None else ("cpu", device)
 
 
 def initial_cast_devices() -> set[str] | None:
-    """The types of devices that a session casts on before it has models; None: all.
+    """The device types that a session casts on before it has models; None: all.
 
-    Where there is only one kind of device no call needs to ask.
+    Without an accelerator no call needs to ask for the device of a tensor.
     """
     return None if accelerator() is None else {"meta"}
 
@@ -130,7 +130,7 @@ def device_and_stream(tensor: Tensor) -> Any:
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Whether work on its device is being recorded into a graph: nothing may be waited for."""
+    """Whether its device is recording work into a graph, so that nothing may wait for it."""
     device = tensor.device
     if device.type == "cpu":
         return False
@@ -138,17 +138,17 @@ def is_captured(tensor: Tensor) -> bool:
         return torch.cuda.is_current_stream_capturing()
     if not _has_streams(device.type):
         return False
-    asked = getattr(current_stream(device), "is_capturing", None)  # since torch 2.13
-    return asked is not None and asked()
+    is_capturing = getattr(current_stream(device), "is_capturing", None)  # since torch 2.13
+    return is_capturing is not None and is_capturing()
 
 
 @functools.cache
-def _has_streams(kind: str) -> bool:
-    """Whether torch can say which stream is the current one of a type of devices."""
-    if kind != accelerator():
+def _has_streams(device: str) -> bool:
+    """Whether torch can say which stream of a device type is the current one."""
+    if device != accelerator():
         return False
     try:
-        current_stream(torch.device(kind, 0))
+        current_stream(torch.device(device, 0))
     except NOT_THERE:
         return False
     return True
@@ -172,9 +172,9 @@ def copies_lists_at_once(device: torch.device) -> bool:
 
 def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
     """Whether torch's fused optimizers, of an accelerator, work on all of these tensors."""
-    kinds = frozenset(_types_with_fused_optimizers()) - {"cpu"}
+    types = frozenset(_types_with_fused_optimizers()) - {"cpu"}
     params = list(tensors)
     return bool(params) and all(
-        isinstance(tensor, Tensor) and tensor.device.type in kinds and tensor.is_floating_point()
+        isinstance(tensor, Tensor) and tensor.device.type in types and tensor.is_floating_point()
         for tensor in params
     )

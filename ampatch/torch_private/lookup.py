@@ -11,10 +11,12 @@ def of_torch(name: str, otherwise: Any) -> Any:
 
     It is looked up once.  Code that reads a changing variable of torch asks torch itself.
     """
-    home, _, own = name.rpartition(".")
+    home, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(home)
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
         # A module that nobody has imported is no attribute of its package.
-        return getattr(module, own) if hasattr(module, own) else importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError:
         return otherwise

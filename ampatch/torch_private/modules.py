@@ -50,14 +50,15 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
 
     With stale references its next forward would lay the weights out in memory anew.
     """
-    own, names = vars(rnn), getattr(rnn, "_flat_weights_names", None)
-    if names is None or FLAT_WEIGHTS not in own:
+    attributes = vars(rnn)
+    names = getattr(rnn, "_flat_weights_names", None)
+    if names is None or FLAT_WEIGHTS not in attributes:
         return
-    table = own.get(PARAMETERS, {})  # `getattr` goes there too, by a call of Python's
+    table = attributes.get(PARAMETERS, {})  # `getattr` goes there too, by a call of Python's
     weights = [table[name] if name in table else getattr(rnn, name, None) for name in names]
-    own[FLAT_WEIGHTS] = weights
-    if "_flat_weight_refs" in own:
-        own["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+    attributes[FLAT_WEIGHTS] = weights
+    if "_flat_weight_refs" in attributes:
+        attributes["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:

@@ -102,23 +102,23 @@ def forget_unscaling(scaler: Any, optimizer: Any) -> None:
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def is_zero(optimizer: Any) -> bool:
+def is_zero_redundancy(optimizer: Any) -> bool:
     """Whether it is a `ZeroRedundancyOptimizer`.  While nothing has imported the class, none is."""
     kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
 
-def zero_steps_in_backward(optimizer: Any) -> bool:
+def steps_in_backward(optimizer: Any) -> bool:
     """Whether hooks of DistributedDataParallel call the optimizer's step (`overlap_with_ddp`)."""
     return getattr(optimizer, "_overlap_with_ddp", False)
 
 
-def build_zero_buckets(optimizer: Any) -> None:
+def build_buckets(optimizer: Any) -> None:
     """Make the optimizer's parameters views of new buckets, if it has buckets."""
     optimizer._build_param_buckets()
 
 
-def is_zero_in_join(optimizer: Any) -> bool:
+def is_in_join(optimizer: Any) -> bool:
     """Whether the optimizer is in a `Join` context, where ranks may have no data left."""
     config = getattr(optimizer, "_join_config", None)
     return config is not None and config.enable

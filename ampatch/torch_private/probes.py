@@ -37,12 +37,12 @@ _transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
-def _no_mode(kind: Any) -> None:
+def _no_mode(key: Any) -> None:
     """For a torch that cannot be asked for modes: tensors have values, and no `make_fx` records."""
 
 
-_kinds = of_torch("torch._C._TorchDispatchModeKey", None)
-_FAKE, _PROXY = getattr(_kinds, "FAKE", None), getattr(_kinds, "PROXY", None)
+_mode_keys = of_torch("torch._C._TorchDispatchModeKey", None)
+_FAKE, _PROXY = getattr(_mode_keys, "FAKE", None), getattr(_mode_keys, "PROXY", None)
 _mode = _no_mode if None in (_FAKE, _PROXY) else of_torch("torch._C._get_dispatch_mode", _no_mode)
 _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 

@@ -38,14 +38,14 @@ class Sharding(NamedTuple):
 def shardings(model: nn.Module) -> list[Sharding]:
     """The calls of `fully_shard` on a model and its submodules, outer ones first."""
     # A process that has not imported the module has sharded nothing.
-    kind: Any = getattr(sys.modules.get(_MODULE), "FSDPModule", None)
-    if kind is None:
+    fsdp_class: Any = getattr(sys.modules.get(_MODULE), "FSDPModule", None)
+    if fsdp_class is None:
         return []
     with _explained():
         states = {
             id(state): state
             for module in model.modules()
-            if isinstance(module, kind)
+            if isinstance(module, fsdp_class)
             for state in [module._get_fsdp_state()]
         }
         return [

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .lookup import of_torch
 
-_KINDS = (
+_CLASSES = (
     of_torch("torch._subclasses.fake_tensor.FakeTensor", ()),
     of_torch("torch._subclasses.functional_tensor.FunctionalTensor", ()),
 )
@@ -21,4 +21,4 @@ def is_internal(value: Tensor) -> bool:
     tracing tensors from inside a dispatch handler, where autograd is excluded.
     The dispatcher's autocast is off there too.  Without a way to ask they are cast like others.
     """
-    return _KEY is not None and isinstance(value, _KINDS) and _is_excluded(_KEY)
+    return _KEY is not None and isinstance(value, _CLASSES) and _is_excluded(_KEY)

@@ -14,4 +14,4 @@ def nothing_runs() -> bool:
     """Whether no call, block or region is under way, in this thread and for others' functions."""
     calls = thread_calls
     is_outside = not calls.stack and calls.policy is PROCESS_POLICY and calls.copies is None
-    return is_outside and not STATE.per_thread
+    return is_outside and not STATE.has_thread_policies

@@ -148,7 +148,7 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
     """All bfloat16 and a share of all FP32 numbers, infinities and NaN among them."""
     results = same_bits_with_native(
         f"""
-        from ampatch.casting.half_copies import half_copies
+        from ampatch.casting.half_copies import cast_weights
         dtype = torch.{dtype}
         generator = torch.Generator().manual_seed(0)
         bits = torch.randint(-2**31, 2**31 - 1, (2**18,), generator=generator).int()
@@ -158,12 +158,12 @@ def test_every_number_is_rounded_as_torch_rounds_it(same_bits_with_native, dtype
         parts += [torch.randn(40, 30, generator=generator).t(), torch.randn(0), torch.randn(()),
                   torch.randn(9, 4, generator=generator)[:, ::2]]
         parts.append(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).zero_())
-        halves = half_copies(parts, dtype)
+        halves = cast_weights(parts, dtype)
         leaves = [part.clone().requires_grad_() for part in parts]
-        torch.autograd.backward(half_copies(leaves, dtype), halves)
+        torch.autograd.backward(cast_weights(leaves, dtype), halves)
         every = torch.arange(2**16).short().view(dtype).split(4096)
         up = [torch.zeros(4096, requires_grad=True) for _ in every]
-        torch.autograd.backward(half_copies(up, dtype), [half.clone() for half in every])
+        torch.autograd.backward(cast_weights(up, dtype), [half.clone() for half in every])
         torch.save({{"down": list(halves), "up": [leaf.grad for leaf in (*leaves, *up)]}},
                    sys.argv[1])
         """

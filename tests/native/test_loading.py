@@ -207,7 +207,7 @@ def test_import_within_modes_and_transforms(native_cache, imported_within):
         {imported_within}
         import ampatch
         nan = torch.full((5,), float("nan"))
-        made = ampatch.native.part.half_copies([nan], torch.bfloat16, False)[0].view(torch.int16)
+        made = ampatch.native.part.cast_weights([nan], torch.bfloat16, False)[0].view(torch.int16)
         print(torch.equal(made, nan.bfloat16().view(torch.int16)))
     """
     done = run_native(program, native="1", cache=native_cache)

@@ -39,7 +39,7 @@ def test_gradients_are_unscaled_alike(
     def unscaled() -> tuple[list[Tensor], bool]:
         torch.manual_seed(0)
         grads = [numbers(shape, odd=odd) for shape in SHAPES] + [numbers((8, 8))[:, ::2]]
-        has_inf = unscaling.unscale_(grads, torch.tensor(scale), at_once=True)
+        has_inf = unscaling.unscale_(grads, torch.tensor(scale), as_bool=True)
         return grads, has_inf
 
     natively = unscaled()
@@ -56,7 +56,7 @@ def test_unusual_gradients_are_unscaled_in_python() -> None:
         usual = torch.ones(2)
         assert native.part.unscale([usual, unusual], torch.tensor(2.0)) is None
         assert usual.tolist() == [1, 1]
-    unscaling.unscale_([sparse], torch.tensor(2.0), at_once=True)
+    unscaling.unscale_([sparse], torch.tensor(2.0), as_bool=True)
     assert sparse.to_dense().trace() == 1.5
 
 
@@ -69,4 +69,4 @@ def test_memory_that_was_freed_is_an_error_as_in_torch() -> None:
     wide = torch.ones(4)
     wide.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not allocated"):
-        native.part.half_copies([wide, wide], torch.bfloat16, False)
+        native.part.cast_weights([wide, wide], torch.bfloat16, False)

@@ -152,7 +152,7 @@ def test_the_state_is_what_it_was_where_initialize_fails(adds, kind, monkeypatch
         if held[model[0].weight]["exp_avg"].dtype is torch.float16:
             raise ValueError("no room")
 
-    monkeypatch.setattr(ampatch.session.session.zero, "rebuild_buckets", fail)
+    monkeypatch.setattr(ampatch.session.session.zero_redundancy, "rebuild_buckets", fail)
     with pytest.raises(ValueError, match="no room"):
         if adds:
             ampatch.add_models(model)

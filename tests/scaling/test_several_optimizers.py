@@ -90,6 +90,35 @@ def test_a_gan_of_two_sessions_is_not_warned(caplog):
     assert not any("still scaled" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("scale", ["dynamic", 128.0, 1.0])
+def test_a_loss_of_optimizers_of_two_sessions_is_scaled_once_and_checked_for_both(scale, order):
+    """By a dynamic scale, if one of them has such."""
+    first, second = nn.Sequential(nn.Linear(8, 8), Overflowing()), nn.Linear(8, 8)
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    for model, optimizer, loss_scale in zip((first, second), pair, ("dynamic", scale)):
+        ampatch.initialize(model, optimizer, opt_level="O0", loss_scale=loss_scale, verbosity=0)
+    params = [*first.parameters(), *second.parameters()]
+    for overflows in (False, True):
+        first[1].bad = overflows
+        loss = second(first(X)).square().mean()
+        expected = torch.autograd.grad(loss, params, retain_graph=True)
+        pass_back(loss, pair[::order])
+        assert overflows or all(torch.equal(p.grad, g) for p, g in zip(params, expected))
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [ampatch.step_was_skipped(optimizer) for optimizer in pair] == [overflows, False]
+    assert finite(first) and finite(second)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_loss_of_an_enabled_and_a_disabled_session_is_refused(order):
+    (model, enabled), (_, disabled) = begun(verbosity=0), begun(enabled=False)
+    with pytest.raises(ampatch.AmpatchError, match="enabled=False"):
+        ampatch.scale_loss(model(X).mean(), [enabled, disabled][::order])
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize(
     "level, settings", [("O1", {}), ("O2", {}), ("O1", {"loss_scale": 1.0})], ids=str

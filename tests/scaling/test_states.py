@@ -25,13 +25,13 @@ def test_each_row_of_the_table(scale_lives_on):
             it.backward()
             met.append(gradients.state)
 
-    assert gradients.state is State.READY
+    assert gradients.state is State.NOT_SCALED
     block()
     assert gradients.state is clean
     optimizer.step()
     assert gradients.state is State.UNSCALED
     optimizer.zero_grad()
-    assert gradients.state is State.READY
+    assert gradients.state is State.NOT_SCALED
     block(math.inf)
     assert gradients.state is State.FOUND_INF
     with contextlib.suppress(ValueError), ampatch.scale_loss(model.weight.sum(), optimizer):
@@ -40,7 +40,7 @@ def test_each_row_of_the_table(scale_lives_on):
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer) and gradients.state is State.UNSCALED
     model.zero_grad()
-    assert gradients.state is State.READY
+    assert gradients.state is State.NOT_SCALED
     block(delay_unscale=True)
     assert gradients.state is State.SCALED
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -50,7 +50,7 @@ def test_each_row_of_the_table(scale_lives_on):
     assert gradients.state is State.UNSCALED
     block(delay_unscale=True)
     optimizer.zero_grad()
-    assert gradients.state is State.READY
+    assert gradients.state is State.NOT_SCALED
     assert set(met) == {State.SCALED}
 
 
@@ -64,10 +64,10 @@ def test_what_a_script_decides_about_stays_beside_the_state(zeroes):
     loss = model(torch.ones(1, 2)).sum() * math.inf
     with ampatch.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()
-    assert gradients.state is State.READY
+    assert gradients.state is State.NOT_SCALED
     if zeroes:
         optimizer.zero_grad(set_to_none=False)
-        assert gradients.state is State.READY
+        assert gradients.state is State.NOT_SCALED
     optimizer.step()
     assert ampatch.step_was_skipped(optimizer) is not zeroes
     assert ampatch.loss_scale() == 512.0

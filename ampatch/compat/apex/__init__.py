@@ -1,8 +1,8 @@
 """An `apex` package for scripts that import one: `install()` and `uninstall()`.
 
 After `install()`, `from apex import amp` finds ampatch, and `apex.optimizers`,
-`apex.normalization` and `apex.parallel` find torch's own parts.  No code of NVIDIA's
-apex is in here.  `import ampatch` does not register the package.
+`apex.normalization` and `apex.parallel` have torch's own classes or short ones of ours.  No code is
+NVIDIA's.  `import ampatch` does not register the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ...log import logger, show_without_handlers, shows
 from ...session import facade as engine
 from . import (
     amp,
-    behind,
     fp16_utils,
     internals,
     kernels,
@@ -31,6 +30,7 @@ from . import (
     multi_tensor_apply,
     normalization,
     optimizers,
+    other_apex,
     parallel,
     reparameterization,
     scaler,
@@ -84,7 +84,7 @@ def install(force: bool = False) -> None:
     """
     if is_installed():
         return
-    other = behind.find()
+    other = other_apex.find()
     if other is None or (other.stays and force):
         install_before(())
     elif other.stays:
@@ -100,8 +100,8 @@ def install(force: bool = False) -> None:
 
 
 def install_unless_real() -> None:
-    """`install()` without messages, if there is no other apex with an amp or of the user's own."""
-    other, were_shown = behind.find(), shows()
+    """`install()` without messages, unless another apex has an amp or is the user's own."""
+    other, were_shown = other_apex.find(), shows()
     if other is None or not other.stays:
         install()
         show_without_handlers(were_shown)
@@ -111,19 +111,19 @@ def import_instead() -> None:
     """Called by the package of `ampatch apex-path`: import our apex, or the other one."""
     install_unless_real()
     show_without_handlers(True)
-    with behind.without_folder():
+    with other_apex.without_folder():
         importlib.import_module("apex")
 
 
 def folders_behind() -> list[str] | None:
-    """The folders of the apex that ours replaces; None while ours is not installed."""
+    """The folders of the other apex that ours replaces; None while ours is not installed."""
     finder = _finder()
-    return None if finder is None else finder.behind.folders
+    return None if finder is None else finder.others.folders
 
 
 def install_before(folders: Sequence[str]) -> None:
     """Register ours, even if there is another apex; `folders` have the submodules that it lacks."""
-    others = behind.Behind(folders)
+    others = other_apex.OtherModules(folders)
     # apex's compiled modules have names of their own, and installed ones are not hidden.
     missing = {name: has for name, has in kernels.contents().items() if not _is_importable(name)}
     modules = build({"apex": {}, **CONTENTS, **lists.contents(), **missing}, others)
@@ -172,7 +172,7 @@ def uninstall() -> None:
     for name, module in finder.modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
-    for name in finder.from_behind:
+    for name in finder.from_others:
         sys.modules.pop(name, None)
     sys.modules.update(finder.hidden)
 

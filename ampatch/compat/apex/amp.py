@@ -158,8 +158,10 @@ def load_state_dict(state: dict[str, Any]) -> None:
     """
     scalers = _scalers()
     if isinstance(state, dict):
-        known = {name: own for name, (_, own) in scalers.items() if name not in state}
-        state = state | {name: state[own] for name, own in known.items() if own in state}
+        saved = state
+        for name, (_, name_in_session) in scalers.items():
+            if name not in saved and name_in_session in saved:
+                state = state | {name: saved[name_in_session]}
     engine.load_entries({name: scaler for name, (scaler, _) in scalers.items()}, state)
 
 

@@ -1,7 +1,7 @@
 """apex's compiled modules: which a program can import, and why.
 
-Programs import a module to find out whether a kernel is there.  So a module is here if its
-functions compute, and has only those; the import of another one fails, and says what to use.
+Programs import a module to find out whether it has a kernel.  So a module is here only if its
+functions compute; the import of any other fails, and the error says what to use.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LOOKED_UP = """
 
 
 def _missing(name: str) -> Callable[..., NoReturn]:
-    """A function of apex's that is not here: it can be looked up, and a call is an error."""
+    """Stands for a function of apex's that ampatch lacks: a program may look it up, not call it."""
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

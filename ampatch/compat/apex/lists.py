@@ -2,8 +2,8 @@
 
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 
-The content of the lists at `amp.initialize` counts.  A removed name is not patched; an
-added name follows the rule of its list, also against ampatch's tables.
+`amp.initialize` reads the lists.  A removed name is not cast; an added one follows the rule of its
+list, even if ampatch's tables have another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLED = {  # the tables' namespaces, by the namespace that users know
     "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
 }
-_LISTS = {  # a name in two lists follows the first
+_LISTS = {  # a name in several lists follows the first of these
     "FP16_FUNCS": Rule.HALF,
     "FP32_FUNCS": Rule.FLOAT,
     "CASTS": Rule.PROMOTE,
@@ -72,11 +72,11 @@ def edits() -> list[tuple[str, str, Rule | None]]:
         module = sys.modules.get(f"{PREFIX}.{title}")
         if module is None:
             continue
-        before, now = _rules(_initial(namespace)), _rules(vars(module))
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) is not now.get(name):
-                _check(title, namespace, name, now.get(name))
-                changes.append((namespace, name, now.get(name)))
+        initial, edited = _rules(_initial(namespace)), _rules(vars(module))
+        for name in sorted(initial.keys() | edited.keys()):
+            if initial.get(name) is not edited.get(name):
+                _check(title, namespace, name, edited.get(name))
+                changes.append((namespace, name, edited.get(name)))
     return changes
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .behind import Behind
+from .other_apex import OtherModules
 
 _METADATA = Path(__file__).parents[1] / "apex_path" / "apex.dist-info"
 VERSION = importlib.metadata.Distribution.at(_METADATA).version
@@ -66,7 +66,7 @@ REPLACEMENTS = {
     "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
     "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
 }
-"""What to use instead of names that begin so."""
+"""What to use instead of names that begin with a key."""
 
 
 def replacement(name: str) -> str | None:
@@ -75,8 +75,8 @@ def replacement(name: str) -> str | None:
     return REPLACEMENTS[max(known, key=len)] if known else None
 
 
-def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of its source; others are `behind`'s."""
+def build(contents: Mapping[str, Any], others: OtherModules) -> dict[str, ModuleType]:
+    """A module for each name, with the public names of its source; `others` has further ones."""
     modules: dict[str, ModuleType] = {}
     for name, source in sorted(contents.items()):  # a package before its modules
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
@@ -87,9 +87,9 @@ def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
             __spec__=spec,
             __loader__=spec.loader,
             __package__=name,
-            __path__=behind.path(name),
+            __path__=others.path(name),
             __all__=[key for key in public if not key.startswith("_")],
-            __getattr__=_unknown(name, behind),
+            __getattr__=_unknown(name, others),
         )
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -99,12 +99,12 @@ def build(contents: Mapping[str, Any], behind: Behind) -> dict[str, ModuleType]:
     return modules
 
 
-def _unknown(module: str, behind: Behind) -> Callable[[str], Any]:
-    """The module's `__getattr__`: what `behind` has, or an error that says what to use."""
+def _unknown(module: str, others: OtherModules) -> Callable[[str], Any]:
+    """The module's `__getattr__`: what `others` has, or an error that says what to use."""
 
     def lookup(name: str) -> Any:
         try:
-            return behind.attribute(module, name)
+            return others.attribute(module, name)
         except AttributeError as error:
             hint = replacement(f"{module}.{name}")
             tail = f"; {hint}." if hint else "."
@@ -127,7 +127,7 @@ class Loader:
 
 
 def _refuse(name: str) -> None:
-    """Raise `ImportError` where it is known what to use instead; a mere question gets None."""
+    """Raise `ImportError` if it is known what to use instead, but not for `importlib.util`."""
     hint, caller = replacement(name), sys._getframe(2).f_back
     asks = caller is not None and caller.f_globals.get("__name__") == "importlib.util"
     if hint is not None and not asks:
@@ -135,7 +135,7 @@ def _refuse(name: str) -> None:
 
 
 class Refusals:
-    """The last finder: an import of these modules that none has found says what to use."""
+    """The last finder: the error for these modules, which no other finder has found."""
 
     def __init__(self, names: Container[str]) -> None:
         self._names = names
@@ -150,22 +150,22 @@ class Finder:
     """Finds ampatch's apex modules and their version; errors for others say what to use."""
 
     def __init__(
-        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], behind: Behind,
+        self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], others: OtherModules,
         refusals: Refusals,
     ) -> None:  # fmt: skip
         self.stop: Callable[[], None] = lambda: None  # run by `uninstall`
         self.modules = modules
         self.hidden = hidden
-        self.behind = behind
+        self.others = others
         self.refusals = refusals
-        self.from_behind: set[str] = set()  # modules that were found there
+        self.from_others: set[str] = set()  # names of modules that come from the other apex
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The spec of a module.  Raises `ImportError` with a hint for modules that are missing."""
         if name in self.modules:
             return self.modules[name].__spec__
         if name.startswith("apex.") and path and (spec := PathFinder.find_spec(name, path)):
-            self.from_behind.add(name)
+            self.from_others.add(name)
             return spec
         if name.partition(".")[0] in self.modules:
             _refuse(name)

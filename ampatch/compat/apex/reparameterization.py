@@ -22,29 +22,32 @@ def apply_weight_norm(
     """
     paths = [name] if name else [path for path, _ in module.named_parameters()]
     for path in [path for path in paths if ".parametrizations." not in f".{path}"]:
-        owner, own = _slot(module, path)
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or getattr(owner, own).dim() < 2:
+        owner, weight_name = _slot(module, path)
+        if (
+            isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+            or getattr(owner, weight_name).dim() < 2
+        ):
             continue
-        if not parametrize.is_parametrized(owner, own):
-            weight_norm(owner, own, dim)
+        if not parametrize.is_parametrized(owner, weight_name):
+            weight_norm(owner, weight_name, dim)
     return module
 
 
 def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
     """Make it a plain parameter again, with its present value; "" or `remove_all`: all of them."""
     normed = weight_norm(nn.Linear(1, 1, device="meta"))  # which draws no numbers
-    kind = type(normed.parametrizations.weight[0])
+    parametrization = type(normed.parametrizations.weight[0])
     slots = [_slot(module, name)] if name and not remove_all else [
-        (owner, own)
+        (owner, weight_name)
         for owner in module.modules()
-        for own, chain in getattr(owner, "parametrizations", {}).items()
-        if isinstance(chain[0], kind)
+        for weight_name, chain in getattr(owner, "parametrizations", {}).items()
+        if isinstance(chain[0], parametrization)
     ]  # fmt: skip
-    for owner, own in slots:
-        parametrize.remove_parametrizations(owner, own)
+    for owner, weight_name in slots:
+        parametrize.remove_parametrizations(owner, weight_name)
     return module
 
 
 def _slot(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own = name.rpartition(".")
-    return module.get_submodule(path), own
+    path, _, weight_name = name.rpartition(".")
+    return module.get_submodule(path), weight_name

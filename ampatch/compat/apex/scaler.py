@@ -1,4 +1,4 @@
-"""apex.amp.scaler: the loss scale as an object that a script asks, sets and moves by itself."""
+"""apex.amp.scaler: the loss scale as an object that a script reads, sets and updates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["LossScaler"]
 _PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_loss_scale")
 
 
-def _setting(name: str, default: Any, kind: type) -> Any:
-    """A setting of a dynamic scaler under apex's name; a static one has none to change."""
+def _setting(name: str, default: Any, convert: Callable) -> Any:
+    """A property: a setting of a dynamic scaler; of a static one always `default`."""
 
     def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
-            value = getattr(ScaleSettings, name) if value is None else kind(value)
+            value = getattr(ScaleSettings, name) if value is None else convert(value)
             scaler._scaler.change("loss scaler", {name: value})
 
     return property(lambda scaler: getattr(scaler._scaler.settings, name, default), set_value)
@@ -73,20 +73,20 @@ class LossScaler:
         self._scaler = scaler
         self._session = session
         self._own_buffer: Tensor | None = None
-        self._script_buffer: Tensor | None = None  # by the script
+        self._script_buffer: Tensor | None = None  # set by the script
         self._overflow_set = False  # by the script, or by `update_scale`
-        self._clean_steps = (0, -1)  # the script's number, and the scale's generation then
+        self._clean_steps = (0, -1)  # what the script has set, and the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
-        own = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
-        return {**own, "dynamic": self.dynamic, "scale_factor": factor}
+        saved = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
+        return {**saved, "dynamic": self.dynamic, "scale_factor": factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
         factor = state.get("scale_factor", 2.0)  # which apex has not
-        kind = "dynamic" if state["dynamic"] else scale
-        LossScaler.__init__(self, kind, scale, factor, window, *limits)
+        loss_scale = "dynamic" if state["dynamic"] else scale
+        LossScaler.__init__(self, loss_scale, scale, factor, window, *limits)
         if self.dynamic:
             self._unskipped = clean
 
@@ -113,7 +113,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        """A script may set the interval itself, which the scaler's own count never reaches."""
+        """`value` may be the growth interval itself, which the scaler's own count never reaches."""
         self._scaler.load_state_dict({"loss_scale": self._scaler.get(), "unskipped": value})
         self._clean_steps = (value, self._scaler.generation)
 

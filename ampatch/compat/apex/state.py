@@ -175,8 +175,8 @@ class Stash:
             return
         kept = BATCH_NORMS if session.properties.keep_batchnorm_fp32 else ()
         modules = [m for managed in session.models for m in managed.model.modules()]
-        own = [m.parameters(recurse=False) for m in modules if not isinstance(m, kept)]
-        was_half = set(map(id, chain.from_iterable(own)))
+        params = [m.parameters(recurse=False) for m in modules if not isinstance(m, kept)]
+        was_half = set(map(id, chain.from_iterable(params)))
         for param in used:
             if id(param) in was_half:
                 param.grad = None

@@ -2,9 +2,9 @@
 
 Where to look first:
 
-* kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps), `zero`
-  (ZeroRedundancyOptimizer); who calls a closure: `closures`;
-* the state of parameters: `state`; replaced methods: `wrappers`.
+* kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps),
+  `zero_redundancy`; who calls a closure: `closures`;
+* the state of parameters, cast to another dtype: `state`; replaced methods: `wrappers`.
 
 `ampatch/compat/apex/optimizers/` has apex's own classes, such as `FusedAdam`.
 """

@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the closure computes the loss and its gradients.
 
-torch's own optimizers except LBFGS evaluate the closure once, before they move a weight: the same
-as the closure and then `step()`.  Other optimizers call it when and as often as they want, maybe at
-weights that they have moved, and could not go back after an overflow.  So they are refused under a
-dynamic loss scale, as by apex and `torch.amp.GradScaler`.
+torch's own optimizers except LBFGS evaluate the closure once, before they change a weight: as if
+the script called the closure and then `step()`.  Other optimizers call it when and as often as they
+want, perhaps after they have changed weights, and could not go back after an overflow.  So a
+dynamic loss scale refuses them, as apex and `torch.amp.GradScaler` do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ...errors import AmpatchError
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def replaced(
+def wrapped(
     args: tuple, kwargs: dict, around: Callable[[Callable], Callable]
 ) -> tuple[list[Callable], tuple, dict]:
-    """The closures among the arguments of `step`; and the arguments with each `around(closure)`.
+    """The closures among the arguments of `step`, and the arguments with `around(closure)` instead.
 
-    A closure is a callable first argument, a callable named `closure`, or any function, also in a
-    dict of options.
+    Closures are: a callable first argument, a callable named `closure`, and every function, also in
+    a dict of options.
     """
     closures: list[Callable] = []
 
@@ -44,7 +44,7 @@ def replaced(
 
 
 def evaluates_first(optimizer: Any) -> bool:
-    """Whether `step(closure)` is to evaluate the closure once and then to step: as torch's do."""
+    """Whether the optimizer is torch's, and evaluates a closure once, before the step."""
     module = getattr(type(optimizer).step, "__module__", None) or ""
     return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 

@@ -12,8 +12,7 @@ from ...torch_private import optimizers
 def skips_in_kernel(optimizer: Any) -> bool:
     """Whether every group of the optimizer heeds `optimizer.found_inf`.
 
-    A group may be `fused=False` in an optimizer that is fused otherwise; it would
-    step on inf.
+    A group with `fused=False` in a fused optimizer would step on inf.
     """
     return (
         optimizers.skips_in_kernel(optimizer)
@@ -25,8 +24,8 @@ def skips_in_kernel(optimizer: Any) -> bool:
 def _fill_momentum(optimizer: Any) -> bool:
     """Give fused SGD its momentum buffers; False if zeros would not do.
 
-    It leaves a buffer uninitialized when its very first step is skipped (torch
-    2.13).  To start from zeros is the same as to start from none, without dampening.
+    If its first step is skipped, it leaves a buffer uninitialized (torch 2.13).  Without dampening
+    zeros are the same as no buffer.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

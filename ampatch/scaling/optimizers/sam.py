@@ -6,8 +6,8 @@
     optimizer.second_step(zero_grad=True)      # climbs down and steps
 
 An overflow in either half skips the step: `first_step` then moves nothing, and `second_step` puts
-back the weights from before the first.  The same holds where several calls of `first_step` climb.
-Inside the optimizer's own `step(closure)` the halves belong to that step.
+back the weights from before the first.  The same holds if `first_step` is called several times.
+When the optimizer's own `step(closure)` calls the halves, they are part of that step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Managed(Protocol):
         """Bring gradients and scalers up to date."""
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether the step is left out."""
+        """Record whether the step is skipped."""
 
     def after_step(self) -> None:
         """A step has ended that `record_step` has recorded."""
@@ -52,7 +52,7 @@ class TwoSteps:
 
     def __init__(self, managed: Managed) -> None:
         self._managed = managed
-        self._before: list[tuple[Tensor, Tensor]] = []  # weights, with values before the first half
+        self._saved: list[tuple[Tensor, Tensor]] = []  # weights, with values before the first half
         self._overflowed = False
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -60,9 +60,9 @@ class TwoSteps:
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._check_overflow()
-        if not (self._overflowed or self._before):
+        if not (self._overflowed or self._saved):
             weights = self._managed.parameters()
-            self._before = [(weight, weight.detach().clone()) for weight in weights]
+            self._saved = [(weight, weight.detach().clone()) for weight in weights]
         return self._half(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -72,9 +72,9 @@ class TwoSteps:
         self._check_overflow()
         if self._overflowed:
             with torch.no_grad():
-                for weight, value in self._before:
+                for weight, value in self._saved:
                     weight.copy_(value)
-        self._before = []
+        self._saved = []
         result = self._half(original, args, kwargs)
         self._managed.record_step(self._overflowed)
         self._overflowed = False

@@ -10,15 +10,16 @@ from torch import Tensor
 
 
 def states_of(optimizer: Any) -> list[Any]:
-    """The states by parameter of an optimizer and of those in its attributes, in lists too."""
-    holders, states = [optimizer], {}
-    for holder in holders:  # which grows meanwhile
-        state = getattr(holder, "state", None)
+    """`optimizer.state`, and that of the optimizers in its attributes, in lists too."""
+    optimizers = [optimizer]
+    states = {}
+    for each in optimizers:  # which grows in this loop
+        state = getattr(each, "state", None)
         if state is not None:
             states[id(state)] = state
-        for value in vars(holder).values():
-            holders += [
-                item for item in _items(value) if _is_optimizer(item) and item not in holders
+        for value in vars(each).values():
+            optimizers += [
+                item for item in _items(value) if _is_optimizer(item) and item not in optimizers
             ]
     return list(states.values())
 
@@ -37,9 +38,9 @@ Replaced = list[tuple[Any, Any, Any]]  # container, key, the value before
 
 
 def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | None = None) -> None:
-    """Give the state of parameters (ids) whose dtype has changed their new dtype.
+    """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
 
-    The values before go to `replaced`, for `put_back`.
+    `replaced` gets the earlier values, for `put_back`.
     """
     replaced_values: Replaced = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -58,7 +59,7 @@ def put_back(replaced: Replaced) -> None:
 
 
 def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: Replaced) -> None:
-    """Cast an optimizer's state of a parameter; the count of steps keeps its dtype."""
+    """Cast `container[key]`, what an optimizer keeps for a parameter; its "step" is left alone."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:

@@ -24,10 +24,10 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_th
 
 
 def _of_the_optimizer(name: str) -> Any:
-    def written(wrapper: FP16_Optimizer, value: Any) -> None:
+    def set_value(wrapper: FP16_Optimizer, value: Any) -> None:
         setattr(wrapper.optimizer, name, value)
 
-    return property(lambda wrapper: getattr(wrapper.optimizer, name), written)
+    return property(lambda wrapper: getattr(wrapper.optimizer, name), set_value)
 
 
 class FP16_Optimizer:  # apex's name
@@ -175,8 +175,8 @@ class FP16_Optimizer:  # apex's name
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a `state_dict`, apex's too.  Load the model first."""
-        saved, mine = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
-        shapes = [[[t.shape for t in group] for group in groups] for groups in (saved, mine)]
+        saved, masters = state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups
+        shapes = [[[t.shape for t in group] for group in groups] for groups in (saved, masters)]
         if shapes[0] != shapes[1]:
             raise ValueError(
                 "FP16_Optimizer.load_state_dict(state_dict): state_dict['fp32_from_fp16'] does "
@@ -186,9 +186,9 @@ class FP16_Optimizer:  # apex's name
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for name in _KEPT:
             setattr(self, name, state_dict[name])
-        self.loss_scaler = _todays(self.loss_scaler)
+        self.loss_scaler = _newest_class(self.loss_scaler)
         with torch.no_grad():
-            for master, value in zip(chain(*mine), chain(*saved), strict=True):
+            for master, value in zip(chain(*masters), chain(*saved), strict=True):
                 master.copy_(value)
 
     @property
@@ -205,8 +205,8 @@ class FP16_Optimizer:  # apex's name
     param_groups = _of_the_optimizer("param_groups")
 
 
-def _todays(saved: Any) -> scaler.LossScaler:
-    """A scaler from a checkpoint; that of an older apex is one of `fp16_utils.loss_scaler`."""
+def _newest_class(saved: Any) -> scaler.LossScaler:
+    """A scaler from a checkpoint as apex's newest class; older ones: `fp16_utils.loss_scaler`."""
     if isinstance(saved, DynamicLossScaler):
         rule = saved.cur_scale, saved.scale_factor, saved.scale_window
         new = scaler.LossScaler("dynamic", *rule, max_loss_scale=max(saved.cur_scale, 2.0**32))

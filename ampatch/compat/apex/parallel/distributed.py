@@ -114,16 +114,16 @@ def flat_dist_call(
 
     With `torch.distributed.all_reduce` they are averaged.
     """
-    kinds: dict[str, list[Tensor]] = {}
+    by_type: dict[str, list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.type(), []).append(tensor)
-    for alike in kinds.values():
+        by_type.setdefault(tensor.type(), []).append(tensor)
+    for same_type in by_type.values():
         with torch.no_grad():
-            flat = flatten(alike)
+            flat = flatten(same_type)
             call(flat, *(extra_args or ()))
             if call is dist.all_reduce:
                 flat /= dist.get_world_size()
-            for tensor, values in zip(alike, unflatten(flat, alike)):
+            for tensor, values in zip(same_type, unflatten(flat, same_type)):
                 tensor.copy_(values)
 
 

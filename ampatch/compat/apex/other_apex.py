@@ -1,10 +1,9 @@
 """Another apex on this machine: whether it has an amp, and which of its modules stay importable.
 
-Today's apex has kernels and no amp, and a folder without `__init__.py`, such as an empty git
-submodule, is an empty package.  Ours replaces both, and any installed package of that name without
-an amp.  Modules and names that ours lacks still come from the other one: its submodules by the
-`__path__` of ours, its names by their modules.  A module or package of the user's own that is
-called apex stays.
+Ours replaces an apex without `apex.amp`: today's apex of NVIDIA, which has only kernels, or a
+folder without `__init__.py`, such as an empty git submodule.  Modules and names that ours lacks
+still come from the other one: its submodules by the `__path__` of ours, its names by
+`OtherModules.attribute`.  The user's own module or package `apex` stays.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 _INSTALLED = {"site-packages", "dist-packages"}
-_NVIDIA_S = ("contrib", "multi_tensor_apply", "normalization")
+_NVIDIA_PACKAGES = ("contrib", "multi_tensor_apply", "normalization")
 """Packages in every apex of NVIDIA's."""
 
 
@@ -45,7 +44,8 @@ class OtherApex:
         """Whether it has code, is not installed by pip, and lacks the packages of NVIDIA's."""
         if self.is_namespace or _INSTALLED.intersection(Path(self.path).parts):
             return False
-        return not any(os.path.isdir(os.path.join(*at)) for at in product(self.folders, _NVIDIA_S))
+        paths = product(self.folders, _NVIDIA_PACKAGES)
+        return not any(os.path.isdir(os.path.join(*path)) for path in paths)
 
     def message_of_replacement(self) -> str:
         """The log message where ours replaces it."""
@@ -99,7 +99,7 @@ def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:
     return code is None or "amp" in code.co_names  # what cannot be read may have it
 
 
-class Behind:
+class OtherModules:
     """What an apex in `folders` has, for modules of ours with the same names."""
 
     def __init__(self, folders: Sequence[str]) -> None:
@@ -112,18 +112,18 @@ class Behind:
         return [path for path in paths if os.path.isdir(path)]
 
     def attribute(self, module: str, name: str) -> Any:
-        """What `module` has under `name` there.  Raises `AttributeError`."""
-        if name.startswith("__"):  # Python's own questions
+        """The attribute `name` of the other apex's `module`.  Raises `AttributeError`."""
+        if name.startswith("__"):  # Python asks for these by itself
             raise AttributeError(name)
         if module not in self._modules:
             self._load(module)
-        there = self._modules[module]
-        if there is None:
+        other = self._modules[module]
+        if other is None:
             raise AttributeError(name)
-        return getattr(there, name)
+        return getattr(other, name)
 
     def _load(self, name: str) -> None:
-        """Run the module beside ours, which stays in `sys.modules`."""
+        """Run the other apex's module; ours stays in `sys.modules`."""
         parent = name.rpartition(".")[0]
         folders = self.path(parent) if parent else list(map(os.path.dirname, self.folders))
         spec = PathFinder.find_spec(name, folders)
@@ -131,7 +131,7 @@ class Behind:
             self._modules[name] = None
             return
         module = importlib.util.module_from_spec(spec)
-        self._modules[name] = module  # what it imports may ask for a name of it
+        self._modules[name] = module  # for `attribute`, which modules that it imports may need
         try:
             spec.loader.exec_module(module)
         except ImportError as error:  # hasattr() must get an answer

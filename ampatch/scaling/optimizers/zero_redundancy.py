@@ -1,8 +1,8 @@
-"""`ZeroRedundancyOptimizer`: what it shares with other ranks, and the memory of its parameters.
+"""`ZeroRedundancyOptimizer`: refused in `Join`; its buckets are rebuilt after casts.
 
-Each rank steps its own shard of the weights, and then sends them to the other ranks, by torch's own
-code.  If one rank alone skipped a step, the others would wait for ever.  DistributedDataParallel
-averages gradients, so an inf on one rank is on all; but in `Join` some ranks have no gradients.
+Each rank updates its own shard of the weights, and then sends it to the other ranks, by torch's own
+code.  If only one rank skipped a step, the others would wait forever.  DistributedDataParallel
+averages gradients, so an inf of one rank reaches all; but in `Join` some ranks have no gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...torch_private import optimizers
 
 def refuse_join(optimizer: Any) -> None:
     """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
-    if optimizers.is_zero_in_join(optimizer):
+    if optimizers.is_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
             "without data would make a step that the others skip. Nothing was changed. Use "
@@ -29,9 +29,9 @@ def rebuild_buckets(optimizer: Any) -> None:
     Raises `AmpatchError` if buckets cannot hold them.
     """
     if not (
-        optimizers.is_zero(optimizer)
+        optimizers.is_zero_redundancy(optimizer)
         and getattr(optimizer, "parameters_as_bucket_view", False)
-        and not optimizers.zero_steps_in_backward(optimizer)
+        and not optimizers.steps_in_backward(optimizer)
     ):
         return
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
@@ -42,4 +42,4 @@ def rebuild_buckets(optimizer: Any) -> None:
             "dtype. Expected parameters_as_bucket_view=False, or a level with one dtype for all "
             "parameters that the optimizer was given: O0, O1 or O2."
         )
-    optimizers.build_zero_buckets(optimizer)
+    optimizers.build_buckets(optimizer)
