@@ -42,14 +42,10 @@ def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list
         def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             arguments = signature.bind_partial(self, *args, **kwargs).arguments
             model, mesh = arguments.get("module"), arguments.get("device_mesh")
-            sends_weights = arguments.get("init_sync", True)
+            compares = arguments.get("init_sync", True)
             if mesh is not None:
                 _refuse_dtensors_with_half_copies(arguments["module"], has_half_copy)
-            if (
-                sends_weights
-                and isinstance(model, nn.Module)
-                and torch.distributed.is_initialized()
-            ):
+            if compares and isinstance(model, nn.Module) and torch.distributed.is_initialized():
                 group = arguments.get("process_group") if mesh is None else mesh.get_group(0)
                 compare_ranks(model, group)
             original(self, *args, **kwargs)

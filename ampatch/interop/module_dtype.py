@@ -1,9 +1,9 @@
 """`model.half()`, `.to(dtype)` of a managed model: refused before anything changes.
 
 `.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
-Calls that change no dtype (`.to(device)`, `.to(weight.dtype)`, a memory format) work, except
-between kinds of devices where torch makes new parameters, which the optimizer would not have.  On
-submodules that were added later and are in no optimizer, such as adapters of peft, all calls work.
+Calls that change no dtype work (`.to(device)`, `.to(weight.dtype)`, a memory format), except moves
+for which torch makes new parameters: the optimizer would not have these.  All calls work on
+submodules added since, such as adapters of peft, unless an optimizer has their parameters.
 """
 
 from __future__ import annotations
