@@ -180,7 +180,8 @@ class DynamicScaler:
     def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
         """Divide gradients by `scale`, in place; returns whether they had an inf or NaN."""
         if self._has_updated:
-            self.forget_overflow()
+            self._flags = []
+            self._has_updated = False
             self.was_updated_by_step = False
         found_inf = unscale_(grads, scale, as_bool=self._is_on_host)
         self._flags.append(found_inf)
