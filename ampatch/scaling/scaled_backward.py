@@ -14,7 +14,7 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
 from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
-from .gradients import Block, Check, Gradients, ScaledGradients, Snapshot, State, first_holders
+from .gradients import AppliedScale, Block, Check, Gradients, Snapshot, State, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
@@ -152,12 +152,12 @@ class ScaledBackward:
             earlier = [gradients.params_with_gradients() for gradients in self._members]
             unscaled_by = first_holders(self._members)
             scaled_loss, self.scale = self._scaler.scale(self._loss)
-            self._shared = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
-            # What `delay_unscale` left scaled has this scale now: use its `ScaledGradients`.
+            self._shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
+            # What `delay_unscale` left scaled has this scale now: use its `AppliedScale`.
             for gradients in reversed(self._members):
-                self._shared = gradients.scaled or self._shared
+                self._shared_scale = gradients.applied_scale or self._shared_scale
             for gradients, params in zip(self._members, earlier, strict=True):
-                self._blocks.append(gradients.begin_block(params, self._shared, unscaled_by))
+                self._blocks.append(gradients.begin_block(params, self._shared_scale, unscaled_by))
             if self._pass_counter is not None and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self._pass_counter)
                 self.scaled_loss = scaled_loss
@@ -262,7 +262,7 @@ class ScaledBackward:
                 )
         if self._delay_unscale:
             for gradients, block in blocks:
-                leave_scaled(gradients, block, self._shared)
+                leave_scaled(gradients, block, self._shared_scale)
             return
         scaler = self._scaler
         is_delayed = self._delay_check
