@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import AppliedScale, Block, Check, Gradients, first_holders
+from .gradients import AppliedScale, Check, Gradients, OptimizerBlock, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
 from .scale_value import Flag, either
@@ -20,7 +20,7 @@ from .unscaling import add_back
 # Gradients that stay scaled
 
 
-def leave_scaled(gradients: Gradients, block: Block, shared_scale: AppliedScale) -> None:
+def leave_scaled(gradients: Gradients, block: OptimizerBlock, shared_scale: AppliedScale) -> None:
     """End a block with `delay_unscale`: earlier gradients get its scale, and all stay scaled."""
     shared_scale.join(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)

@@ -18,10 +18,10 @@
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
     any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
 
-Where earlier gradients are during a block: complete ones move from `.grad` to `Block.saved`, so
-that the new ones can be unscaled by themselves.  Scaled ones stay in `.grad`: in the block a script
-reduces, reads or clips the sum.  With several ranks complete ones stay too, multiplied by the scale
-of the new ones: one all-reduce serves both.
+Where earlier gradients are during a block: complete ones move from `.grad` to
+`OptimizerBlock.saved`, so that the new ones can be unscaled by themselves.  Scaled ones stay in
+`.grad`: in the block a script reduces, reads or clips the sum.  With several ranks complete ones
+stay too, multiplied by the scale of the new ones: one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Snapshot(NamedTuple):
 
 
 @dataclasses.dataclass
-class Block:
+class OptimizerBlock:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
     unscaled_by: dict[int, Gradients]
@@ -126,7 +126,7 @@ class Gradients:
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
-        self.block: Block | None = None
+        self.block: OptimizerBlock | None = None
         self.applied_scale: AppliedScale | None = None
         self.check: Check | None = None  # since gradients were zeroed
         self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
@@ -177,7 +177,7 @@ class Gradients:
 
     def begin_block(
         self, earlier: list[Tensor], shared_scale: AppliedScale, unscaled_by: dict[int, Gradients]
-    ) -> Block:
+    ) -> OptimizerBlock:
         """Open a block.  `earlier` are the parameters that have gradients.
 
         These are saved in the block, or stay in `.grad`, scaled.
@@ -189,7 +189,7 @@ class Gradients:
         if unscaled_by:
             earlier = self._own_params(earlier, unscaled_by)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = Block(unscaled_by, saved)  # `abandon` puts `saved` back
+        self.block = block = OptimizerBlock(unscaled_by, saved)  # `abandon` puts `saved` back
         self.block_count += 1
         if stays and self.applied_scale is None:
             shared_scale.join(self, list(map(_grad_of, earlier)))
@@ -204,7 +204,7 @@ class Gradients:
         return self.has_changed_since(before) if before else self.has_gradients()
 
     def after_backward(
-        self, block: Block, scaler: Scaler, scale: Any, *, is_delayed: bool
+        self, block: OptimizerBlock, scaler: Scaler, scale: Any, *, is_delayed: bool
     ) -> Check | None:
         """Unscale the new gradients and add them to the earlier ones; returns their check.
 
