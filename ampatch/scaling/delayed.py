@@ -141,7 +141,10 @@ class PendingScaleUpdate:
         self.scaler.was_updated_by_step = self._delayed is not None
 
     def _hand_over_checks(self) -> None:
-        """Give delayed checks to their optimizers: `drop_pending_updates` was not called."""
+        """Give delayed checks to their optimizers, whose steps skip by them.
+
+        `drop_pending_updates` prevents this: it forgets the update, and the checks with it.
+        """
         if self._delayed is not None:
             checks = self._delayed
             self._delayed = []
@@ -159,7 +162,8 @@ def update_now_or_at_step(
 ) -> None:
     """Update a scaler by the overflow flags of these gradients, now or at the step.
 
-    At the step: with several ranks, and with `delayed`, the checks of `delay_overflow_check`.
+    The update waits for the step if there are several ranks, or if `delayed` is given (the checks
+    that `delay_overflow_check` postponed).
     """
     if skips_together:
         _share_overflow(members, scaler, flags)

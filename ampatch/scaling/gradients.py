@@ -164,7 +164,7 @@ class Gradients:
     # A block
 
     def before_block(self) -> None:
-        """Before a block: report those that another block scaled; recheck those already used."""
+        """Log gradients that another block left scaled; recheck gradients that a step has used."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
