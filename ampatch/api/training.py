@@ -79,10 +79,11 @@ def scale_loss(
     session: Session | None = None
     listed: list[Any] = []
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
-        pair = registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, "scale_loss")
-        session = pair[0] if session is None else _with_dynamic_scale(session, pair[0])
-        if pair[1] not in listed:
-            listed.append(pair[1])
+        found = registry.objects.find_optimizer(optimizer)
+        own_session, managed = found or _disabled_session_or_raise(optimizer, "scale_loss")
+        session = own_session if session is None else _with_dynamic_scale(session, own_session)
+        if managed not in listed:
+            listed.append(managed)
     if session is None:  # nothing would unscale the gradients
         raise ValueError(
             "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
@@ -111,10 +112,12 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
 
 def _managed(optimizer: Any, what: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, what))[1]
+    found = registry.objects.find_optimizer(optimizer)
+    _, managed = found or _disabled_session_or_raise(optimizer, what)
+    return managed
 
 
-def _unmanaged(optimizer: Any, what: str) -> tuple[Session, None]:
+def _disabled_session_or_raise(optimizer: Any, what: str) -> tuple[Session, None]:
     """The session opened last, for an optimizer that none manages, where all are disabled.
 
     Else raises an `AmpatchError` that names the optimizers that are managed.
