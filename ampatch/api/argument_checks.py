@@ -78,16 +78,18 @@ def known_names(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def as_models(models: Any, what: str = "ampatch.initialize") -> list[nn.Module]:
+def as_models(models: Any, user_call: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.
 
     Raises `TypeError` if one is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(models, lambda model: isinstance(model, nn.Module), f"{what}(models=", expected)
+    return _listed(
+        models, lambda model: isinstance(model, nn.Module), f"{user_call}(models=", expected
+    )
 
 
-def as_optimizers(optimizers: Any, what: str = "ampatch.initialize") -> list[Any]:
+def as_optimizers(optimizers: Any, user_call: str = "ampatch.initialize") -> list[Any]:
     """The optimizers as a list: objects with `param_groups` and `step` (LARC too).
 
     An object that stands for a managed optimizer is replaced by that optimizer.
@@ -96,22 +98,22 @@ def as_optimizers(optimizers: Any, what: str = "ampatch.initialize") -> list[Any
     replaced; `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
-    listed = _listed(optimizers, _is_optimizer, f"{what}(optimizers=", expected)
+    listed = _listed(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
     unwrapped = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
-def _listed(objs: Any, is_valid: Callable[[Any], bool], what: str, expected: str) -> list[Any]:
+def _listed(objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str) -> list[Any]:
     listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
     for obj in listed:
         if not is_valid(obj):
             are_swapped = isinstance(obj, (nn.Module, torch.optim.Optimizer))
             raise TypeError(
-                f"{what}...): expected {expected}, or a list or tuple of them, got "
+                f"{user_call}...): expected {expected}, or a list or tuple of them, got "
                 f"{type_name(obj)}." + " The model comes first, then the optimizer." * are_swapped
             )
     if len(set(map(id, listed))) != len(listed):
-        raise ValueError(f"{what}[...]): the same object is listed twice. List each once.")
+        raise ValueError(f"{user_call}[...]): the same object is listed twice. List each once.")
     return listed
 
 
@@ -136,19 +138,19 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
 
 def check_models(models: list[nn.Module], properties: Properties, overrides: Overrides) -> None:
     """Raise `AmpatchError` for models that the level cannot change."""
-    what = f"ampatch.initialize(opt_level={properties.opt_level!r})"
+    user_call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
         if isinstance(model, torch.jit.RecursiveScriptModule):
             raise AmpatchError(
-                f"{what}: models[{index}], {model.original_name}, is TorchScript, whose operators "
-                "cannot be cast. Nothing was changed. Pass the model from before "
+                f"{user_call}: models[{index}], {model.original_name}, is TorchScript, whose "
+                "operators cannot be cast. Nothing was changed. Pass the model from before "
                 "torch.jit.script and compile it with torch.compile, or pass a model that has "
                 "this one as a submodule."
             )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
-                f"{what}: models[{index}], a {type(model).__name__}, is already wrapped in "
+                f"{user_call}: models[{index}], a {type(model).__name__}, is already wrapped in "
                 "DistributedDataParallel, or a loss of it is still alive. Its parameters would "
                 "change their dtype, and DistributedDataParallel would not average their "
                 "gradients. Call initialize first and wrap the model it returns."
@@ -159,8 +161,8 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
         cast_by_fsdp = checked_shards(model, properties, stays_float)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
-                f"{what}: models[{index}], a {type(model).__name__}, has {name!r}, {why} Nothing "
-                "was changed. Expected FP32 weights that can be cast, or "
+                f"{user_call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} "
+                "Nothing was changed. Expected FP32 weights that can be cast, or "
                 'opt_level="O1", which does not change them.'
             )
 
@@ -317,7 +319,7 @@ def check_optimizers(
     models: list[nn.Module],
     properties: Properties,
     process_group: Any,
-    what: str = "ampatch.initialize",
+    user_call: str = "ampatch.initialize",
 ) -> None:
     """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
@@ -329,7 +331,7 @@ def check_optimizers(
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if owned and params and owned.isdisjoint(map(id, params)):
             raise ValueError(
-                f"{what}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
+                f"{user_call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
                 "model.parameters(), after model.to(device) and not from a copy of the model. An "
                 "optimizer of parameters outside of any model (a learned temperature) gets a "
@@ -337,7 +339,7 @@ def check_optimizers(
             )
         if _ignores_half(optimizer, models, properties):
             raise ValueError(
-                f"{what}: SGD(fused=True) on the CPU leaves parameters in "
+                f"{user_call}: SGD(fused=True) on the CPU leaves parameters in "
                 f"{properties.cast_model_type} (opt level {properties.opt_level}) unchanged. Use "
                 'fused=False, or opt_level="O2".'
             )
@@ -347,7 +349,7 @@ def check_optimizers(
             and any(map(is_part_of_dtensor, params))
         ):  # around tensor parallel: plain parameters to DDP, which do not know their mesh
             raise AmpatchError(
-                f"{what}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
+                f"{user_call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
                 "which DistributedDataParallel(device_mesh=...) turned into plain parameters. An "
                 "overflow on one rank would skip the step on that rank alone. Name the ranks "
                 "that decide together: ampatch.initialize(model, optimizer, "
@@ -359,7 +361,7 @@ def check_optimizers(
             and steps_in_backward(optimizer)
         ):
             raise AmpatchError(
-                f"{what}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
+                f"{user_call}(opt_level={properties.opt_level!r}): ZeroRedundancyOptimizer("
                 "overlap_with_ddp=True) steps inside the backward pass, where gradients are still "
                 "scaled. Nothing was changed. Use overlap_with_ddp=False, or loss_scale=1.0 with "
                 "dtype=torch.bfloat16."

@@ -39,8 +39,8 @@ def promote_function(function: Function) -> Function:
     return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
 
 
-def _decorated(function: Any, rule: Rule, what: str) -> Any:
-    user_functions.check_can_follow_rule(function, what)
+def _decorated(function: Any, rule: Rule, user_call: str) -> Any:
+    user_functions.check_can_follow_rule(function, user_call)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
         return user_functions.casting_wrapper(function, choose, cast_state)
@@ -112,8 +112,8 @@ def precision(dtype: Precision) -> PolicyContext:
     and holds in managed models that are called inside.  If no open session casts, it does nothing.
     Raises `ValueError` for any other `dtype`.
     """
-    what = f"ampatch.precision({dtype!r})"
-    word(what, dtype, PRECISIONS)
+    user_call = f"ampatch.precision({dtype!r})"
+    word(user_call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_policy()
@@ -124,4 +124,4 @@ def precision(dtype: Precision) -> PolicyContext:
             policy = policy.with_half_dtype(half_dtype(on[-1]))
         return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
-    return PolicyContext(registry.state, forced, what)
+    return PolicyContext(registry.state, forced, user_call)

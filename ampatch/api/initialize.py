@@ -217,13 +217,13 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
 
     After an exception nothing has changed.
     """
-    what = "ampatch.add_models"
-    listed = argument_checks.as_models(models, what)
-    session = registry.session_of(to, f"{what}(to=...)")
+    user_call = "ampatch.add_models"
+    listed = argument_checks.as_models(models, user_call)
+    session = registry.session_of(to, f"{user_call}(to=...)")
     sessions = [registry.objects.session_of(model) for model in listed]
     if not {*sessions} <= {None, session}:
         raise AmpatchError(
-            f"{what}(models=...): a model belongs to another call of ampatch.initialize. Call "
+            f"{user_call}(models=...): a model belongs to another call of ampatch.initialize. Call "
             "initialize with that model and its optimizer instead, which moves both."
         )
     new = [model for model, its_session in zip(listed, sessions, strict=True) if not its_session]
@@ -254,8 +254,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     After an exception nothing has changed.
     """
-    what = "ampatch.add_optimizers"
-    listed = argument_checks.as_optimizers(optimizers, what)
+    user_call = "ampatch.add_optimizers"
+    listed = argument_checks.as_optimizers(optimizers, user_call)
     session = _session_of(listed)
     new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
@@ -263,7 +263,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         for managed in session.models:
             managed.check_shards()
         argument_checks.check_optimizers(
-            new, models, session.properties, session.process_group, what
+            new, models, session.properties, session.process_group, user_call
         )
     session.add([], new)
     return optimizers

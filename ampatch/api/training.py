@@ -79,10 +79,11 @@ def scale_loss(
     session: Session | None = None
     listed: list[Any] = []
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
-        pair = registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, "scale_loss")
-        session = pair[0] if session is None else _with_dynamic_scale(session, pair[0])
-        if pair[1] not in listed:
-            listed.append(pair[1])
+        found = registry.objects.find_optimizer(optimizer)
+        own_session, managed = found or _disabled_session_or_raise(optimizer, "ampatch.scale_loss")
+        session = own_session if session is None else _with_dynamic_scale(session, own_session)
+        if managed not in listed:
+            listed.append(managed)
     if session is None:  # nothing would unscale the gradients
         raise ValueError(
             "ampatch.scale_loss(optimizers=[]): expected the optimizers whose parameters the loss "
@@ -109,17 +110,19 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
     return first if first.looks_for_overflow() and not second.looks_for_overflow() else second
 
 
-def _managed(optimizer: Any, what: str) -> ManagedOptimizer | None:
+def _managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
     """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
-    return (registry.objects.find_optimizer(optimizer) or _unmanaged(optimizer, what))[1]
+    found = registry.objects.find_optimizer(optimizer)
+    _, managed = found or _disabled_session_or_raise(optimizer, user_call)
+    return managed
 
 
-def _unmanaged(optimizer: Any, what: str) -> tuple[Session, None]:
+def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session, None]:
     """The session opened last, for an optimizer that none manages, where all are disabled.
 
     Else raises an `AmpatchError` that names the optimizers that are managed.
     """
-    session = registry.latest(f"ampatch.{what}(...)")
+    session = registry.latest(f"{user_call}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
@@ -127,7 +130,7 @@ def _unmanaged(optimizer: Any, what: str) -> tuple[Session, None]:
     names = Counter(type(known).__name__ for known in optimizers)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
-        f"ampatch.{what}(<{type(optimizer).__name__}>): this optimizer was not given to "
+        f"{user_call}(<{type(optimizer).__name__}>): this optimizer was not given to "
         f"ampatch.initialize. ampatch manages: {', '.join(shown) or 'none'}. Pass one of these, or "
         "give this optimizer to ampatch.initialize. If you make it after initialize(model), call "
         "optimizer = ampatch.add_optimizers(optimizer)"
@@ -183,15 +186,17 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
     load_entries(_scalers_by_name(of, "ampatch.load_state_dict(..., of=...)"), state)
 
 
-def _scalers_by_name(of: Any, what: str) -> dict[str, Scaler]:
+def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
     """The loss scalers of the session that has `of`, else of the last that scales losses."""
-    session = registry.session_of(of, what) if of is not None else registry.latest_scaling(what)
+    session = (
+        registry.session_of(of, user_call) if of is not None else registry.latest_scaling(user_call)
+    )
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.looks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers only the last session that has an optimizer; other sessions have their "
             "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
-            what,
+            user_call,
             extra=ONCE,
         )
     return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
@@ -209,19 +214,20 @@ def loss_scale(loss_id: int = 0) -> float:
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
-def _scaler(what: str, loss_id: int) -> Scaler:
+def _scaler(user_call: str, loss_id: int) -> Scaler:
     """A loss scaler of the last session that scales losses."""
-    session = registry.latest_scaling(f"{what}(...)")
-    _check_loss_id(loss_id, session, what)
+    session = registry.latest_scaling(f"{user_call}(...)")
+    _check_loss_id(loss_id, session, user_call)
     return session.scalers[loss_id]
 
 
-def _check_loss_id(loss_id: Any, session: Session, what: str) -> None:
+def _check_loss_id(loss_id: Any, session: Session, user_call: str) -> None:
     """Raise `TypeError` or `ValueError` for a `loss_id` outside `0 <= loss_id < num_losses`."""
     count = len(session.scalers)
-    if not 0 <= whole_number(f"{what}(loss_id={loss_id!r})", loss_id) < count:
+    if not 0 <= whole_number(f"{user_call}(loss_id={loss_id!r})", loss_id) < count:
         raise ValueError(
-            f"{what}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered from 0."
+            f"{user_call}(loss_id={loss_id}): this session has {count} loss scaler(s), numbered "
+            "from 0."
             + (f" Call initialize(..., num_losses={loss_id + 1})." if loss_id >= 0 else "")
         )
 
@@ -233,9 +239,9 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     for any other value, and changes nothing.
     """
     scaler = _scaler("ampatch.set_loss_scale", loss_id)
-    what = f"ampatch.set_loss_scale(value={value!r})"
+    user_call = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
-    scaler.set(positive_number(what, value, expected, or_text=True))
+    scaler.set(positive_number(user_call, value, expected, or_text=True))
 
 
 def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
@@ -260,14 +266,14 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
 
     After an exception nothing has changed.
     """
-    what = "ampatch.set_loss_scale_settings(...)"
+    user_call = "ampatch.set_loss_scale_settings(...)"
     scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
-            f"{what}: loss scale {loss_id} is static and has no settings. Use "
+            f"{user_call}: loss scale {loss_id} is static and has no settings. Use "
             'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'
         )
-    scaler.change(what, settings)
+    scaler.change(user_call, settings)
 
 
 def step_was_skipped(optimizer: AnyOptimizer) -> bool:
@@ -276,7 +282,7 @@ def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     For a fused optimizer it waits for the device.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
-    managed = _managed(optimizer, "step_was_skipped")
+    managed = _managed(optimizer, "ampatch.step_was_skipped")
     return managed is not None and bool(managed.skipped)
 
 
@@ -288,5 +294,5 @@ def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     the optimizer is fused.  Raises `AmpatchError` for an optimizer that was not given to
     `initialize`.
     """
-    managed = _managed(optimizer, "step_counts")
+    managed = _managed(optimizer, "ampatch.step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

@@ -126,21 +126,21 @@ class WeightCache:
         if is_recording():
             call.copies = thread_calls.copies = None
             return
-        forward = ForwardCopies(self, order)
-        call.copies = call.opened_copies = thread_calls.copies = forward
+        forward_copies = ForwardCopies(self, order)
+        call.copies = call.opened_copies = thread_calls.copies = forward_copies
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes
         for weights in order.last_used[1].to_cast():
             versions = list(map(_version_of, weights))  # read first: another thread may write
             halves = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
-            copies = forward.in_graph if weights[0].requires_grad else forward.frozen
+            copies = forward_copies.in_graph if weights[0].requires_grad else forward_copies.frozen
             if not is_grad_enabled():
-                copies = forward.under_no_grad
+                copies = forward_copies.under_no_grad
                 for half in halves:
                     half.requires_grad = True
             copies.update(zip(map(id, weights), zip(halves, versions)))
-            forward.kept_alive.append(weights)
+            forward_copies.kept_alive.append(weights)
             self.misses += len(weights)
             if observers:
                 report_copies(halves)
@@ -156,13 +156,16 @@ class WeightCache:
 
     def _thread_copies(self) -> ForwardCopies | None:
         """The copies of this cache that this thread uses now."""
-        forward = thread_calls.copies
-        return None if forward is None or forward.cache is not self else forward
+        forward_copies = thread_calls.copies
+        if forward_copies is None or forward_copies.cache is not self:
+            return None
+        return forward_copies
 
     def info(self) -> CacheInfo:
         """A snapshot of the counts; entries are this thread's."""
-        forward = self._thread_copies()
-        return CacheInfo(self.hits, self.misses, 0 if forward is None else len(forward))
+        forward_copies = self._thread_copies()
+        entries = 0 if forward_copies is None else len(forward_copies)
+        return CacheInfo(self.hits, self.misses, entries)
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight` in `dtype`: the copy that this forward has, or a new one.
@@ -171,22 +174,22 @@ class WeightCache:
 
         In C++: `cast_weight` of `call.h`.
         """
-        forward = thread_calls.copies
-        if forward is None or forward.cache is not self:
+        forward_copies = thread_calls.copies
+        if forward_copies is None or forward_copies.cache is not self:
             return _observed([weight.to(dtype)])[0]
         if not is_grad_enabled():  # as `copies_for`, which would cost a call
-            copies = forward.under_no_grad
+            copies = forward_copies.under_no_grad
         else:
-            copies = forward.in_graph if weight.requires_grad else forward.frozen
+            copies = forward_copies.in_graph if weight.requires_grad else forward_copies.frozen
         key = id(weight)
         entry = copies.get(key)
         if entry is not None:
             half, version = entry
             if version == weight._version and half.dtype is dtype:
-                forward.used_weights[key] = weight
+                forward_copies.used_weights[key] = weight
                 self.hits += 1
                 return half
-        return self._make_copy(forward, copies, weight, dtype)
+        return self._make_copy(forward_copies, copies, weight, dtype)
 
     def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """As `cast`, for the weights of an RNN, which share one block of memory.
@@ -194,11 +197,11 @@ class WeightCache:
         Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
         are cast at their first use, and never as a forward begins.
         """
-        forward = self._thread_copies()
+        forward_copies = self._thread_copies()
         versions = list(map(_version_of, weights))
-        if forward is None:
+        if forward_copies is None:
             return _observed(cast_weights(weights, dtype, in_one_block=True))
-        copies = forward.copies_for(any(map(_wants_grad, weights)))
+        copies = forward_copies.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
         halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
         if (
@@ -210,29 +213,29 @@ class WeightCache:
             return halves
         self.misses += len(weights)
         block = _observed(cast_weights(weights, dtype, in_one_block=True))
-        if all(self._may_keep_copy(forward, weight) for weight in weights):
+        if all(self._may_keep_copy(forward_copies, weight) for weight in weights):
             copies.update(zip(map(id, weights), zip(block, versions)))
-            forward.kept_alive.append(weights)
+            forward_copies.kept_alive.append(weights)
         return block
 
     def _make_copy(
-        self, forward: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
+        self, forward_copies: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """A new copy of `weight`.  In C++: `make_copy` of `call.h`."""
         self.misses += 1
-        if not self._may_keep_copy(forward, weight):
+        if not self._may_keep_copy(forward_copies, weight):
             return _observed([weight.to(dtype)])[0]
         version = weight._version  # read before the cast: another thread may write meanwhile
         [half] = _observed(cast_weights([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
             half.requires_grad = True
         copies[id(weight)] = half, version
-        forward.kept_alive.append(weight)
-        forward.used_weights.setdefault(id(weight), weight)
+        forward_copies.kept_alive.append(weight)
+        forward_copies.used_weights.setdefault(id(weight), weight)
         return half
 
     @staticmethod
-    def _may_keep_copy(forward: ForwardCopies, weight: Tensor) -> bool:
+    def _may_keep_copy(forward_copies: ForwardCopies, weight: Tensor) -> bool:
         """Whether a copy may be used again.
 
         It may not if it would leak out of a trace or a transform, or if autograd could not save it
@@ -241,10 +244,10 @@ class WeightCache:
         In C++: `may_keep_copy` of `call.h`.
         """
         return not (
-            id(weight) in forward.never_reused
+            id(weight) in forward_copies.never_reused
             or is_recording()
             or weight.is_inference()
-            or forward.in_inference_mode is not torch.is_inference_mode_enabled()
+            or forward_copies.in_inference_mode is not torch.is_inference_mode_enabled()
         )
 
 
@@ -253,20 +256,24 @@ def cast_at_each_use(weight: Tensor) -> None:
 
     For a weight that code may change without raising its version.
     """
-    forward = thread_calls.copies
-    while forward is not None:
-        forward.never_reused.add(id(weight))
-        for copies in (forward.in_graph, forward.frozen, forward.under_no_grad):
+    forward_copies = thread_calls.copies
+    while forward_copies is not None:
+        forward_copies.never_reused.add(id(weight))
+        for copies in (
+            forward_copies.in_graph,
+            forward_copies.frozen,
+            forward_copies.under_no_grad,
+        ):
             copies.pop(id(weight), None)
-        forward = forward.outer
+        forward_copies = forward_copies.outer
 
 
 def drop_copies() -> None:
     """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
-    forward = thread_calls.copies
-    while forward is not None:
-        forward.in_graph, forward.frozen, forward.under_no_grad = {}, {}, {}
-        forward = forward.outer
+    forward_copies = thread_calls.copies
+    while forward_copies is not None:
+        forward_copies.in_graph, forward_copies.frozen, forward_copies.under_no_grad = {}, {}, {}
+        forward_copies = forward_copies.outer
 
 
 def _observed(halves: Sequence[Tensor]) -> Any:

@@ -149,7 +149,7 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) 
     defaults = level(name, half)
     scale = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
     checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
-        key: _CHECKS[key](_what(key, value), value)
+        key: _CHECKS[key](_user_call(key, value), value)
         for key, value in settings.items()
         if not (key in SETTINGS or (value is None and key in OF_LEVELS))
     }
@@ -158,7 +158,7 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) 
     return properties
 
 
-def _what(argument: str, value: Any) -> str:
+def _user_call(argument: str, value: Any) -> str:
     """The argument with its value, as errors name it."""
     return f"ampatch.initialize({argument}={value!r})"
 
@@ -201,11 +201,11 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
 
 def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
-    what = _what("dtype", value)
-    dtype = _float_dtype(what, value)
+    user_call = _user_call("dtype", value)
+    dtype = _float_dtype(user_call, value)
     if dtype not in HALF_DTYPES:
         raise ValueError(
-            f"{what}: dtype is the half dtype. "
+            f"{user_call}: dtype is the half dtype. "
             f'Expected torch.float16 or torch.bfloat16; for FP32 use opt_level="O0".'
         )
     return dtype
@@ -219,7 +219,7 @@ def loss_scale_value(what: str, value: Any) -> str | float:
     return invertible(positive_number(what, value, expected, or_text=True))
 
 
-def _float_dtype(what: str, value: Any) -> torch.dtype:
+def _float_dtype(user_call: str, value: Any) -> torch.dtype:
     """A floating dtype of 32 bits or fewer from a dtype or its name."""
     dtype = value
     if isinstance(value, str):
@@ -228,14 +228,14 @@ def _float_dtype(what: str, value: Any) -> torch.dtype:
         return dtype
     hint = did_you_mean(value, _DTYPE_NAMES) if isinstance(value, str) else ""
     raise (ValueError if isinstance(value, (str, torch.dtype)) else TypeError)(
-        f"{what}: ampatch does not compute in this dtype. "
+        f"{user_call}: ampatch does not compute in this dtype. "
         f"Expected torch.float16, torch.bfloat16 or torch.float32.{hint}"
     )
 
 
-def _model_type(what: str, value: Any) -> torch.dtype | None:
+def _model_type(user_call: str, value: Any) -> torch.dtype | None:
     """A floating dtype; None for False, apex's word for a model that is not cast."""
-    return None if value is False else _float_dtype(what, value)
+    return None if value is False else _float_dtype(user_call, value)
 
 
 _count = functools.partial(whole_number, least=1)
@@ -247,7 +247,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "keep_batchnorm_fp32": truth_value,
     "master_weights": truth_value,
     "loss_scale": loss_scale_value,
-    "cast_model_outputs": lambda what, value: value if value is None else _float_dtype(what, value),
+    "cast_model_outputs": lambda user_call, value: (
+        value if value is None else _float_dtype(user_call, value)
+    ),
     "num_losses": _count,
     "verbosity": functools.partial(whole_number, least=0),
     "max_consecutive_skips": _count,
@@ -262,10 +264,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
     """Raise `ValueError` for settings that contradict each other."""
-    what = f"ampatch.initialize(opt_level={properties.opt_level!r}"
+    user_call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 
     def refuse(argument: str, why: str) -> NoReturn:
-        raise ValueError(f"{what}, {argument}={settings[argument]!r}): {why}")
+        raise ValueError(f"{user_call}, {argument}={settings[argument]!r}): {why}")
 
     if properties.patch_torch_functions:
         if properties.casts_model:

@@ -188,7 +188,8 @@ class HalfCopySwapper:
     `on_change()` is called by `open`, and when a forward begins after parameters or submodules of
     the model were replaced.
 
-    At O3 the weights are half, and a swap has no copies.  It says which modules a forward computes.
+    At O3 the weights are half.  A `Swap` holds no copies then; it records which modules belong to
+    the running forward.
     """
 
     def __init__(

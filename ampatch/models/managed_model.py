@@ -269,7 +269,11 @@ class ManagedModel:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """The model is called.  None: it is a submodule of a model whose forward runs."""
+        """Begin a call: cast the inputs, swap in half copies, set the policy.
+
+        Returns the cast arguments.  None: the model is a submodule of another managed model, whose
+        running forward has done this for its submodules.
+        """
         self._was_called = True
         if self._state.threads_in_modes and is_mode_on():
             with without_modes():

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import Block, Check, Gradients, ScaledGradients, first_holders
+from .gradients import AppliedScale, Check, Gradients, OptimizerBlock, first_holders
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
 from .scale_value import Flag, either
@@ -20,9 +20,9 @@ from .unscaling import add_back
 # Gradients that stay scaled
 
 
-def leave_scaled(gradients: Gradients, block: Block, shared: ScaledGradients) -> None:
+def leave_scaled(gradients: Gradients, block: OptimizerBlock, shared_scale: AppliedScale) -> None:
     """End a block with `delay_unscale`: earlier gradients get its scale, and all stay scaled."""
-    shared.join(gradients, [grad for _, grad in block.saved])
+    shared_scale.join(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)
     gradients.block = None
 
@@ -33,8 +33,8 @@ def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
     Also abandons an earlier block that was interrupted before its end.
     """
     gradients.abandon()
-    scaled = gradients.scaled
-    if scaled is None or (scaled.scaler is scaler and scaled.generation == scaler.generation):
+    applied = gradients.applied_scale
+    if applied is None or (applied.scaler is scaler and applied.generation == scaler.generation):
         return
     unscale_delayed(gradients)
 
@@ -44,16 +44,16 @@ def unscale_delayed(gradients: Gradients) -> None:
 
     The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
     """
-    scaled = gradients.scaled
-    if scaled is None or gradients.block is not None:
+    applied = gradients.applied_scale
+    if applied is None or gradients.block is not None:
         return
-    members = [g for g in scaled.members if g.scaled is scaled and g.block is None]
+    members = [g for g in applied.members if g.applied_scale is applied and g.block is None]
     unscaled_by = first_holders(members)
     flags: list[Flag] = []
     try:
         for member in members:
-            member.scaled = None
-            check = member.unscale(scaled.scaler, scaled.scale, unscaled_by)
+            member.applied_scale = None
+            check = member.unscale(applied.scaler, applied.scale, unscaled_by)
             if check is not None:
                 member.keep_check(check)
                 flags.append(check.found_inf)
@@ -61,8 +61,8 @@ def unscale_delayed(gradients: Gradients) -> None:
         for member in members:
             member.drop_all()
         raise
-    if isinstance(scaled.scaler, DynamicScaler):
-        update_now_or_at_step(scaled.scaler, members, flags)
+    if isinstance(applied.scaler, DynamicScaler):
+        update_now_or_at_step(applied.scaler, members, flags)
 
 
 def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
@@ -141,7 +141,10 @@ class PendingScaleUpdate:
         self.scaler.was_updated_by_step = self._delayed is not None
 
     def _hand_over_checks(self) -> None:
-        """Give delayed checks to their optimizers: `drop_pending_updates` was not called."""
+        """Give delayed checks to their optimizers, whose steps skip by them.
+
+        `drop_pending_updates` prevents this: it forgets the update, and the checks with it.
+        """
         if self._delayed is not None:
             checks = self._delayed
             self._delayed = []
@@ -159,7 +162,8 @@ def update_now_or_at_step(
 ) -> None:
     """Update a scaler by the overflow flags of these gradients, now or at the step.
 
-    At the step: with several ranks, and with `delayed`, the checks of `delay_overflow_check`.
+    The update waits for the step if there are several ranks, or if `delayed` is given (the checks
+    that `delay_overflow_check` postponed).
     """
     if skips_together:
         _share_overflow(members, scaler, flags)

@@ -5,7 +5,7 @@
 
     NOT_SCALED  no gradients, or complete FP32 gradients from outside of blocks
     SCALED      gradients multiplied by a loss scale: a `scale_loss` block is open (`block` is set),
-                or a block with `delay_unscale` has ended (`scaled` is set)
+                or a block with `delay_unscale` has ended (`applied_scale` is set)
     UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has used
                 their `check`
     FOUND_INF   the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
@@ -18,10 +18,10 @@
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
     any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
 
-Where earlier gradients are during a block: complete ones move from `.grad` to `Block.saved`, so
-that the new ones can be unscaled by themselves.  Scaled ones stay in `.grad`: in the block a script
-reduces, reads or clips the sum.  With several ranks complete ones stay too, multiplied by the scale
-of the new ones: one all-reduce serves both.
+Where earlier gradients are during a block: complete ones move from `.grad` to
+`OptimizerBlock.saved`, so that the new ones can be unscaled by themselves.  Scaled ones stay in
+`.grad`: in the block a script reduces, reads or clips the sum.  With several ranks complete ones
+stay too, multiplied by the scale of the new ones: one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Snapshot(NamedTuple):
 
 
 @dataclasses.dataclass
-class Block:
+class OptimizerBlock:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
     unscaled_by: dict[int, Gradients]
@@ -101,7 +101,7 @@ class Block:
 
 
 @dataclasses.dataclass(eq=False)
-class ScaledGradients:
+class AppliedScale:
     """What the gradients of `members` are multiplied by: one value of a loss scale."""
 
     scaler: Scaler
@@ -112,7 +112,7 @@ class ScaledGradients:
     def join(self, gradients: Gradients, complete: list[Any]) -> None:
         """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
-        gradients.scaled = self
+        gradients.applied_scale = self
         if gradients not in self.members:
             self.members.append(gradients)
 
@@ -126,8 +126,8 @@ class Gradients:
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
-        self.block: Block | None = None
-        self.scaled: ScaledGradients | None = None
+        self.block: OptimizerBlock | None = None
+        self.applied_scale: AppliedScale | None = None
         self.check: Check | None = None  # since gradients were zeroed
         self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
         self.scaled_by_other_block = False  # a block without this optimizer has added gradients
@@ -140,7 +140,7 @@ class Gradients:
     @property
     def state(self) -> State:
         """The present state; see the note of states."""
-        if self.block is not None or self.scaled is not None:
+        if self.block is not None or self.applied_scale is not None:
             return State.SCALED
         if self.check is None:
             return State.NOT_SCALED
@@ -164,7 +164,7 @@ class Gradients:
     # A block
 
     def before_block(self) -> None:
-        """Before a block: report those that another block scaled; recheck those already used."""
+        """Log gradients that another block left scaled; recheck gradients that a step has used."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
@@ -176,23 +176,23 @@ class Gradients:
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin_block(
-        self, earlier: list[Tensor], shared: ScaledGradients, unscaled_by: dict[int, Gradients]
-    ) -> Block:
+        self, earlier: list[Tensor], shared_scale: AppliedScale, unscaled_by: dict[int, Gradients]
+    ) -> OptimizerBlock:
         """Open a block.  `earlier` are the parameters that have gradients.
 
         These are saved in the block, or stay in `.grad`, scaled.
         """
         if not earlier:
-            self.scaled = None
+            self.applied_scale = None
             self._forget()
-        stays = bool(earlier) and (self.scaled is not None or world_size() > 1)
+        stays = bool(earlier) and (self.applied_scale is not None or world_size() > 1)
         if unscaled_by:
             earlier = self._own_params(earlier, unscaled_by)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = Block(unscaled_by, saved)  # `abandon` puts `saved` back
+        self.block = block = OptimizerBlock(unscaled_by, saved)  # `abandon` puts `saved` back
         self.block_count += 1
-        if stays and self.scaled is None:
-            shared.join(self, list(map(_grad_of, earlier)))
+        if stays and self.applied_scale is None:
+            shared_scale.join(self, list(map(_grad_of, earlier)))
         block.before = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
@@ -204,13 +204,13 @@ class Gradients:
         return self.has_changed_since(before) if before else self.has_gradients()
 
     def after_backward(
-        self, block: Block, scaler: Scaler, scale: Any, *, is_delayed: bool
+        self, block: OptimizerBlock, scaler: Scaler, scale: Any, *, is_delayed: bool
     ) -> Check | None:
         """Unscale the new gradients and add them to the earlier ones; returns their check.
 
         `is_delayed`: the caller keeps the check (`delay_overflow_check`).
         """
-        self.scaled = None
+        self.applied_scale = None
         check = self.unscale(scaler, scale, block.unscaled_by)
         if check is not None and not is_delayed:
             self.keep_check(check)
@@ -223,7 +223,7 @@ class Gradients:
         """The block failed: drop its gradients, and put back the earlier ones."""
         if (block := self.block) is None:
             return
-        if self.scaled is not None:
+        if self.applied_scale is not None:
             logger.warning(
                 "%s: an ampatch.scale_loss block raised after its backward pass had added to "
                 "earlier gradients in p.grad (delay_unscale=True, or several ranks). These "
@@ -300,7 +300,7 @@ class Gradients:
         found_inf; None: nothing was checked.
         """
         earlier = self.check
-        if earlier is None or self.block is not None or self.scaled is not None:
+        if earlier is None or self.block is not None or self.applied_scale is not None:
             return None
         if not earlier.is_used and (earlier.is_all_reduced or not trains_with_others()):
             return None
@@ -340,7 +340,7 @@ class Gradients:
 
     def zeroed(self) -> None:
         """All gradients were zeroed: forget their scale and their overflow."""
-        self.scaled = None
+        self.applied_scale = None
         self.scaled_by_other_block = False
         self._forget()
         if (block := self.block) is None:

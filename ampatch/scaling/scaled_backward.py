@@ -14,7 +14,15 @@ from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
 from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
-from .gradients import Block, Check, Gradients, ScaledGradients, Snapshot, State, first_holders
+from .gradients import (
+    AppliedScale,
+    Check,
+    Gradients,
+    OptimizerBlock,
+    Snapshot,
+    State,
+    first_holders,
+)
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
@@ -140,7 +148,7 @@ class ScaledBackward:
         self._delay_check = delay_overflow_check
         self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
-        self._blocks: list[Block] = []  # those of `_members`, in the same order
+        self._member_blocks: list[OptimizerBlock] = []  # those of `_members`, in the same order
         self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
@@ -152,12 +160,14 @@ class ScaledBackward:
             earlier = [gradients.params_with_gradients() for gradients in self._members]
             unscaled_by = first_holders(self._members)
             scaled_loss, self.scale = self._scaler.scale(self._loss)
-            self._shared = ScaledGradients(self._scaler, self.scale, self._scaler.generation)
-            # What `delay_unscale` left scaled has this scale now: use its `ScaledGradients`.
+            self._shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
+            # What `delay_unscale` left scaled has this scale now: use its `AppliedScale`.
             for gradients in reversed(self._members):
-                self._shared = gradients.scaled or self._shared
+                self._shared_scale = gradients.applied_scale or self._shared_scale
             for gradients, params in zip(self._members, earlier, strict=True):
-                self._blocks.append(gradients.begin_block(params, self._shared, unscaled_by))
+                self._member_blocks.append(
+                    gradients.begin_block(params, self._shared_scale, unscaled_by)
+                )
             if self._pass_counter is not None and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self._pass_counter)
                 self.scaled_loss = scaled_loss
@@ -194,7 +204,7 @@ class ScaledBackward:
 
     def is_open(self) -> bool:
         """Whether its optimizers are still in this block: after Ctrl-C another may have begun."""
-        return all(g.block is block for g, block in zip(self._members, self._blocks))
+        return all(g.block is block for g, block in zip(self._members, self._member_blocks))
 
     def snapshot(self) -> BlockSnapshot:
         """What a backward pass may change."""
@@ -251,8 +261,8 @@ class ScaledBackward:
         return ", ".join(f"<{type(g.optimizer).__name__}>" for g in self._members)
 
     def _complete(self) -> None:
-        blocks = list(zip(self._members, self._blocks, strict=True))
-        for gradients, block in blocks:
+        pairs = list(zip(self._members, self._member_blocks, strict=True))
+        for gradients, block in pairs:
             if gradients.block is not block:
                 raise AmpatchError(
                     f"ampatch.scale_loss(..., <{type(gradients.optimizer).__name__}>): another "
@@ -261,14 +271,14 @@ class ScaledBackward:
                     "begins; gradients of several blocks add up until the step."
                 )
         if self._delay_unscale:
-            for gradients, block in blocks:
-                leave_scaled(gradients, block, self._shared)
+            for gradients, block in pairs:
+                leave_scaled(gradients, block, self._shared_scale)
             return
         scaler = self._scaler
         is_delayed = self._delay_check
         checks: list[tuple[Gradients, Check]] = []
         flags: list[Flag] = []
-        for gradients, block in blocks:
+        for gradients, block in pairs:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
                 checks.append((gradients, check))

@@ -100,7 +100,7 @@ class Registry(Generic[Session]):
         undo.do(self.refresh)
         undo.end()
 
-    def latest(self, what: str) -> Session:
+    def latest(self, user_call: str) -> Session:
         """The session opened last; not one whose models and optimizers are gone.
 
         Raises `AmpatchError` when none is open.
@@ -108,7 +108,7 @@ class Registry(Generic[Session]):
         session = next((each for each in reversed(self.sessions) if each.is_alive()), None)
         if session is None:
             raise AmpatchError(
-                f"{what}: no ampatch session is open. "
+                f"{user_call}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
                 "and optimizers are gone."
             )
@@ -118,26 +118,26 @@ class Registry(Generic[Session]):
         """The sessions that have optimizers, and so use their loss scales; newest last."""
         return [session for session in self.sessions if session.is_alive() and session.has_losses()]
 
-    def latest_scaling(self, what: str) -> Session:
+    def latest_scaling(self, user_call: str) -> Session:
         """The last of `scaling_sessions`; without one, the session opened last.
 
         Raises `AmpatchError` when none is open.
         """
         scaling = self.scaling_sessions()
-        return scaling[-1] if scaling else self.latest(what)
+        return scaling[-1] if scaling else self.latest(user_call)
 
-    def session_of(self, obj: Any, what: str) -> Session:
+    def session_of(self, obj: Any, user_call: str) -> Session:
         """The session of a model or an optimizer; of None, the one opened last.
 
         Raises `AmpatchError` when there is none.
         """
         if obj is None:
-            return self.latest(what)
+            return self.latest(user_call)
         entry = self.objects.find(obj) or self.objects.find_optimizer(obj)
         if entry is None:
             raise AmpatchError(
-                f"{what}: no session has this {type(obj).__name__}. Pass a model or an optimizer "
-                "that ampatch.initialize, add_models or add_optimizers was given."
+                f"{user_call}: no session has this {type(obj).__name__}. Pass a model or an "
+                "optimizer that ampatch.initialize, add_models or add_optimizers was given."
             )
         return entry[0]
 
