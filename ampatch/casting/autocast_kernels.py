@@ -19,11 +19,11 @@ from ..torch_private.custom_ops import OPERATOR_CLASSES, autocast_devices
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
-from .patches import Replacement
+from .patches import Patch
 from .rules import dtype_and_device
 
 
-def replacements(state: CastState) -> list[Replacement]:
+def replacements(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
         (owner, "__call__", functools.partial(_with_autocast_kernel, state, name_of))

@@ -40,7 +40,7 @@ from .calls import (
     computes_in,
     thread_calls,
 )
-from .patches import Replacement
+from .patches import Patch
 
 _POLICY = "_ampatch_policy"
 _SWAPS = "_ampatch_swaps"
@@ -50,7 +50,7 @@ _NOT_RECORDED = object()
 _NO_SWAPS: tuple[Sequence[Any], Any] = (), UNCHANGED
 
 
-def custom_functions(state: CastState) -> list[Replacement]:
+def custom_functions(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for custom Functions."""
     return [
         (BackwardCFunction, "__init__", lambda original: _init_recording_policy(original, state)),
@@ -62,7 +62,7 @@ def custom_functions(state: CastState) -> list[Replacement]:
     ]
 
 
-def checkpoints(state: CastState) -> list[Replacement]:
+def checkpoints(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for activation checkpoints."""
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
@@ -74,7 +74,7 @@ def checkpoints(state: CastState) -> list[Replacement]:
     ]
 
 
-def replicas(state: CastState) -> list[Replacement]:
+def replicas(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [

@@ -15,7 +15,7 @@ from .autocast_interop import AutocastInterop
 from .calls import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import refill_overridable_tables
-from .patches import PatchSet
+from .patches import MakeReplacement, PatchSet
 from .places import (
     NAMESPACES,
     Replacements,
@@ -146,12 +146,12 @@ class Installation:
             self.replacements.rebind(function)
 
     def _put_if_there(
-        self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
+        self, where: str, name: str, make: MakeReplacement, shared: bool = False
     ) -> None:
         if exists(where, name):
             self.replacements.put(resolve(where), name, make, shared)
 
-    def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
+    def _make_for(self, where: str, name: str) -> MakeReplacement:
         """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
@@ -167,7 +167,7 @@ class Installation:
 
     def _maker(
         self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
-    ) -> Callable[[Any], Any]:
+    ) -> MakeReplacement:
         """The `make(original)` of a replacement, which may be for a function with an override.
 
         `name` is the function's name if its row casts to FP32, else "".

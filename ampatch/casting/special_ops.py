@@ -24,6 +24,7 @@ from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
 from .dynamo_tables import opaque_call
 from .handlers import without_modes_if_any
+from .patches import MakeReplacement
 from .policy import Policy
 from .rules import (
     CHOOSERS,
@@ -36,8 +37,6 @@ from .rules import (
     widest_dtype,
 )
 from .tables import Row, Rule
-
-Make = Callable[[Callable], Callable]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LARGE_WEIGHT = 2**14
@@ -189,7 +188,7 @@ _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compu
 }
 
 
-def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
+def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
     """Functions of torch's modules that check dtypes or autocast by themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
@@ -206,7 +205,7 @@ def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
     ]
 
 
-def embedding_forwards() -> list[tuple[str, str, Make]]:
+def embedding_forwards() -> list[tuple[str, str, MakeReplacement]]:
     """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
     return [(f"torch.nn.{cls.__name__}", "forward", _embedding_forward) for cls in EMBEDDINGS]
 
