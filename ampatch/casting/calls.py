@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
 
 PROCESS_POLICY: Any = object()
 """As the policy of a call or a thread: the policy of the process is active there."""
-UNCHANGED: Any = object()
-"""As the policy or a dtype of a call: the call leaves that of the calls around it active."""
+INHERIT: Any = object()
+"""This call sets no policy (or dtype) of its own; that of the enclosing call applies."""
 
 CALL = "call"
 """A call of a module."""
@@ -64,8 +64,8 @@ class Call:
     # Active in this call, and in those calls inside that set none of their own.
     policy: Any = PROCESS_POLICY
     copies: Any = None  # the `ForwardCopies` that serve at O1
-    computes_in: Any = UNCHANGED  # the dtype of a half model or an override; None: any
-    results_in: Any = UNCHANGED  # the dtype that submodules return in a framework's step; None: any
+    computes_in: Any = INHERIT  # the dtype of a half model or an override; None: any
+    results_in: Any = INHERIT  # the dtype that submodules return in a framework's step; None: any
 
     # What its exit undoes.
     sets_policy = False
@@ -102,7 +102,7 @@ def innermost(owner: object) -> Call | None:
 def computes_in() -> Any:
     """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
     for call in reversed(thread_calls.stack):
-        if call.computes_in is not UNCHANGED:
+        if call.computes_in is not INHERIT:
             return call.computes_in
     return None
 
@@ -144,10 +144,11 @@ class CastState:
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        for_new_sessions = policy is None and call.kind == USER_BLOCK  # that open inside, too
+        # `disable_casts()` also covers sessions opened inside the block.
+        for_new_sessions = policy is None and call.kind == USER_BLOCK
         is_change = policy is not active or for_new_sessions
-        call.sets_policy = sets_policy and policy is not UNCHANGED
-        if policy is not UNCHANGED and is_change and policy is not previous:
+        call.sets_policy = sets_policy and policy is not INHERIT
+        if policy is not INHERIT and is_change and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = thread_calls.policy = policy
@@ -278,7 +279,7 @@ class CastState:
         In a forward of a half model or an override it is that dtype, elsewhere the policy's.
         """
         for call in reversed(thread_calls.stack):
-            if call.kind != USER_BLOCK and call.computes_in not in (UNCHANGED, None):
+            if call.kind != USER_BLOCK and call.computes_in not in (INHERIT, None):
                 return call.computes_in
             if call.sets_policy:
                 break
@@ -307,10 +308,10 @@ class CastState:
         torch.autocast around it do not, but an enabled region determines the half dtype.
         """
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
-            return UNCHANGED, (), False
+            return INHERIT, (), False
         user_policy, by_user = self.innermost_policy()
         if by_user:  # if devices are on, a region inside the user's block is active
-            return UNCHANGED if devices_on() else user_policy, (), False
+            return INHERIT if devices_on() else user_policy, (), False
         devices: list[str] = []
         if policy is not None and policy.condition is None:
             devices = [device for device in devices_on() if policy.casts_on_device(device)]
