@@ -63,17 +63,19 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
 
     def run_in_fp32(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        first_half = None
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
-                if value.dtype in HALF_DTYPES:
-                    break
-            elif isinstance(value, (list, tuple)) and _has_half(value):
+                first_half = value if value.dtype in HALF_DTYPES else None
+            elif isinstance(value, (list, tuple)):
+                first_half = _first_half_in(value)
+            if first_half is not None:
                 break
-        else:
+        if first_half is None:
             return function(*args, **kwargs)
         if row.only_gradient and not _is_recorded(args, kwargs):
             return function(*args, **kwargs)
-        is_covered = is_for_all_devices or value.is_cpu
+        is_covered = is_for_all_devices or first_half.is_cpu
         to = choose(args, kwargs, _ALL_DEVICES_POLICY) if is_covered else None
         if to is None or kwargs.get("out") is not None:
             return function(*args, **kwargs)
@@ -100,8 +102,11 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     return run_in_fp32
 
 
-def _has_half(values: Sequence) -> bool:
-    return any(tensor.dtype in HALF_DTYPES for tensor in tensors_in(values))
+def _first_half_in(values: Sequence) -> Tensor | None:
+    for tensor in tensors_in(values):
+        if tensor.dtype in HALF_DTYPES:
+            return tensor
+    return None
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
