@@ -32,8 +32,12 @@ from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
 
-if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
+if TYPE_CHECKING:  # at run time imports go the other way
+    from ..models.half_copy_swaps import Swap, TracedSlots
+    from ..models.io_casting import InputCasts
+    from ..models.own_frame import SubmoduleFrames
     from .policy import Policy
+    from .weight_cache import ForwardCopies
 
 PROCESS_POLICY: Any = object()
 """As the policy of a call or a thread: the policy of the process is active there."""
@@ -57,26 +61,28 @@ _TRACED_REGION = "a region of torch.autocast that Dynamo traces"
 class Call:
     """One call on the stack.  It has no `__init__`, whose call would cost more than the rest."""
 
-    owner: Any = None  # the object that has entered it
+    owner: object = None  # the object that has entered it
     kind = CALL
     is_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
 
     # Active in this call, and in those calls inside that set none of their own.
-    policy: Any = PROCESS_POLICY
-    copies: Any = None  # the `ForwardCopies` that serve at O1
-    computes_in: Any = INHERIT  # the dtype of a half model or an override; None: any
-    results_in: Any = INHERIT  # the dtype that submodules return in a framework's step; None: any
+    policy: Policy | None = PROCESS_POLICY
+    copies: ForwardCopies | None = None  # those that serve at O1
+    # Dtypes; None: any.  That of a half model or an override, and that which submodules return in a
+    # framework's step.
+    computes_in: torch.dtype | None = INHERIT
+    results_in: torch.dtype | None = INHERIT
 
     # What its exit undoes.
     sets_policy = False
-    opened_copies: Any = None  # the `ForwardCopies` that were opened with it
-    counted_by: Any = None  # the `CastState` of which it is a user: see `acquire`
+    opened_copies: ForwardCopies | None = None  # those that were opened with it
+    counted_by: CastState | None = None  # the state of which it is a user: see `acquire`
     had_thread_policies = False  # `has_thread_policies` before it; where Dynamo traces
     autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
-    swap: Any = None  # of half copies into the slots of weights
-    traced_swap: Any = None  # the same where Dynamo traces
-    removed_frames: Any = None  # the frames of submodules
-    input_casts: Any = None  # for what the forward writes into its inputs
+    swap: Swap | None = None  # the swap that put half copies into the slots of weights
+    traced_swap: TracedSlots | None = None  # the slots that got half copies where Dynamo traces
+    removed_frames: SubmoduleFrames | None = None  # the frames of submodules that it took out
+    input_casts: InputCasts | None = None  # the casts of inputs, into which the forward may write
 
 
 class ThreadCalls(threading.local):
@@ -84,8 +90,8 @@ class ThreadCalls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
-        self.policy: Any = PROCESS_POLICY
-        self.copies: Any = None
+        self.policy: Policy | None = PROCESS_POLICY
+        self.copies: ForwardCopies | None = None
 
 
 thread_calls = ThreadCalls()
@@ -99,7 +105,7 @@ def innermost(owner: object) -> Call | None:
     return None
 
 
-def computes_in() -> Any:
+def computes_in() -> torch.dtype | None:
     """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
     for call in reversed(thread_calls.stack):
         if call.computes_in is not INHERIT:
@@ -114,8 +120,8 @@ class CastState:
         self.process_policy: Policy | None = None
         self.half_model_policy: Policy | None = None  # for functions registered through `init`
         self.has_thread_policies = False  # functions then look at their own thread: see `acquire`
-        self._users: set[Any] = set()  # calls and observers for which it is True
-        self._traced_users = 0  # the same where Dynamo traces
+        self._users: set[Any] = set()  # calls and observers for which `has_thread_policies` is True
+        self._traced_users = 0  # the number of users where Dynamo traces
         self.lock = threading.RLock()
         if hasattr(os, "register_at_fork"):  # else a thread that the child lacks may hold the lock
             os.register_at_fork(
@@ -135,7 +141,11 @@ class CastState:
         thread_calls.stack.append(call)
 
     def set_policy(
-        self, call: Call, policy: Any, autocast_off: Sequence[str] = (), sets_policy: bool = True
+        self,
+        call: Call,
+        policy: Policy | None,
+        autocast_off: Sequence[str] = (),
+        sets_policy: bool = True,
     ) -> None:
         """Put this thread under `policy` until the exit of `call`, its innermost call.
 
@@ -157,7 +167,11 @@ class CastState:
             switch_off(autocast_off)
 
     def enter_block(
-        self, policy: Any, kind: str = BLOCK, owner: object = None, autocast_off: Sequence[str] = ()
+        self,
+        policy: Policy | None,
+        kind: str = BLOCK,
+        owner: object = None,
+        autocast_off: Sequence[str] = (),
     ) -> None:
         """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
@@ -301,7 +315,7 @@ class CastState:
                 return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
-    def policy_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
+    def policy_of_forward(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
@@ -351,9 +365,9 @@ class CastState:
                 return True
         return False
 
-    def swaps(self) -> list[Any]:
+    def swaps(self) -> list[Swap]:
         """This thread's swaps that have copies in the slots, the outermost first."""
-        swaps = []  # a comprehension is a call before Python 3.12
+        swaps: list[Swap] = []  # a comprehension is a call before Python 3.12
         for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 swaps.append(call.swap)
@@ -362,7 +376,7 @@ class CastState:
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
         for swap in self.swaps():
-            if (weight := swap.slot_copies.float_of(copy)) is not None:
+            if (weight := swap.slot_copies.float_of(copy)) is not None:  # type: ignore[union-attr]
                 return weight
         return copy
 
