@@ -34,7 +34,8 @@ def replacements(state: CastState) -> list[Patch]:
 def _with_autocast_kernel(
     state: CastState, name_of: Callable[[Any], str], original: Callable
 ) -> Callable:
-    devices: dict[str, frozenset[str]] = {}  # with a kernel for autocast, by operator: asked once
+    # The device types with a kernel for autocast, by operator: each is asked once.
+    devices: dict[str, frozenset[str]] = {}
 
     @functools.wraps(original)
     def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:

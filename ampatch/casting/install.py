@@ -54,7 +54,7 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
-        self.has_rows = False  # at least EVERY_LEVEL's
+        self.has_rows = False  # rows are in, at least EVERY_LEVEL's
         self.has_tables = False
         self.overridden: dict[Any, bool] = {}
         self._state = state
@@ -206,7 +206,7 @@ class RegisteredFunctions:
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
-        self._rules: dict[tuple[Any, str], Rule] = {}  # by owner and name
+        self._rules: dict[tuple[Any, str], Rule] = {}  # the rule of a function, by owner and name
 
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
         """Have a function follow a rule from now on.  Returns whether the patches must be renewed.

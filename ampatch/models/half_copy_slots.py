@@ -255,7 +255,7 @@ class SlotCopies:
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._recorded_values: dict[int, Tensor] = {}
-        self._indices: dict[int, int] | None = None  # by ids of copies
+        self._indices: dict[int, int] | None = None  # the places in `copies`, by ids of copies
         if weight_slots.parameters:
             self.copies = make_half_copies(weight_slots, dtype, own_nodes)
             self.parameters = list(weight_slots.parameters)

@@ -108,7 +108,8 @@ class OwnFrame:
         self.previous: Any = _MISSING  # the instance's `forward` before this frame
         self.inner: Callable | None = None  # what the frame calls: see `_inner_forward`
         self.method: Any = _MISSING  # the instance's `forward` now
-        self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()  # by `copy.copy`
+        # The frames of the module's copies that `copy.copy` made.
+        self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
     def put(self) -> None:
         """Set the module's `forward` to the frame, around the present one."""
