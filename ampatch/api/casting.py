@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..casting import user_functions
-from ..casting.calls import UNCHANGED
+from ..casting.calls import INHERIT
 from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
@@ -118,7 +118,7 @@ def precision(dtype: Precision) -> PolicyContext:
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_policy()
         if policy is None:
-            return UNCHANGED
+            return INHERIT
         on = devices_on()
         if on:
             policy = policy.with_half_dtype(half_dtype(on[-1]))

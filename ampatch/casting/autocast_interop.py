@@ -43,9 +43,8 @@ from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enab
 from ..torch_private.devices import device_types
 from ..torch_private.dynamo import is_compiling
 from .calls import BACKWARD, REGION, CastState, thread_calls
+from .patches import MakeReplacement
 from .policy import Policy
-
-Make = Callable[[Callable], Callable]
 
 _IGNORED = "_ampatch_ignored"
 """Attribute of a region that changes no casts of ampatch: see `silence`."""
@@ -57,14 +56,14 @@ class AutocastInterop:
     def __init__(self, state: CastState) -> None:
         self._state = state
 
-    def regions(self) -> list[tuple[str, str, Make]]:
+    def regions(self) -> list[tuple[str, str, MakeReplacement]]:
         """`(where, name, make)` for enter and exit of regions."""
         return [
             (AUTOCAST + ".autocast", "__enter__", self._enter),
             (AUTOCAST + ".autocast", "__exit__", self._exit),
         ]
 
-    def state_functions(self) -> list[tuple[str, str, Make]]:
+    def state_functions(self) -> list[tuple[str, str, MakeReplacement]]:
         """`(where, name, make)` for the functions that set the state, and that ask for it."""
         return [
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),

@@ -19,11 +19,11 @@ from ..torch_private.custom_ops import OPERATOR_CLASSES, autocast_devices
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
-from .patches import Replacement
+from .patches import Patch
 from .rules import dtype_and_device
 
 
-def replacements(state: CastState) -> list[Replacement]:
+def replacements(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for the call of an operator, and that of an overload of it."""
     return [
         (owner, "__call__", functools.partial(_with_autocast_kernel, state, name_of))
@@ -34,7 +34,8 @@ def replacements(state: CastState) -> list[Replacement]:
 def _with_autocast_kernel(
     state: CastState, name_of: Callable[[Any], str], original: Callable
 ) -> Callable:
-    devices: dict[str, frozenset[str]] = {}  # with a kernel for autocast, by operator: asked once
+    # The device types with a kernel for autocast, by operator: each is asked once.
+    devices: dict[str, frozenset[str]] = {}
 
     @functools.wraps(original)
     def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:

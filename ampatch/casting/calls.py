@@ -32,13 +32,17 @@ from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_tables import HandlerTables
 
-if TYPE_CHECKING:  # `policy` imports `weight_cache`, which imports this module
+if TYPE_CHECKING:  # at run time imports go the other way
+    from ..models.half_copy_swaps import Swap, TracedSlots
+    from ..models.io_casting import InputCasts
+    from ..models.own_frame import SubmoduleFrames
     from .policy import Policy
+    from .weight_cache import ForwardCopies
 
 PROCESS_POLICY: Any = object()
 """As the policy of a call or a thread: the policy of the process is active there."""
-UNCHANGED: Any = object()
-"""As the policy or a dtype of a call: the call leaves that of the calls around it active."""
+INHERIT: Any = object()
+"""This call sets no policy (or dtype) of its own; that of the enclosing call applies."""
 
 CALL = "call"
 """A call of a module."""
@@ -57,26 +61,28 @@ _TRACED_REGION = "a region of torch.autocast that Dynamo traces"
 class Call:
     """One call on the stack.  It has no `__init__`, whose call would cost more than the rest."""
 
-    owner: Any = None  # the object that has entered it
+    owner: object = None  # the object that has entered it
     kind = CALL
     is_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
 
     # Active in this call, and in those calls inside that set none of their own.
-    policy: Any = PROCESS_POLICY
-    copies: Any = None  # the `ForwardCopies` that serve at O1
-    computes_in: Any = UNCHANGED  # the dtype of a half model or an override; None: any
-    results_in: Any = UNCHANGED  # the dtype that submodules return in a framework's step; None: any
+    policy: Policy | None = PROCESS_POLICY
+    copies: ForwardCopies | None = None  # those that serve at O1
+    # Dtypes; None: any.  That of a half model or an override, and that which submodules return in a
+    # framework's step.
+    computes_in: torch.dtype | None = INHERIT
+    results_in: torch.dtype | None = INHERIT
 
     # What its exit undoes.
     sets_policy = False
-    opened_copies: Any = None  # the `ForwardCopies` that were opened with it
-    counted_by: Any = None  # the `CastState` of which it is a user: see `acquire`
+    opened_copies: ForwardCopies | None = None  # those that were opened with it
+    counted_by: CastState | None = None  # the state of which it is a user: see `acquire`
     had_thread_policies = False  # `has_thread_policies` before it; where Dynamo traces
     autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
-    swap: Any = None  # of half copies into the slots of weights
-    traced_swap: Any = None  # the same where Dynamo traces
-    removed_frames: Any = None  # the frames of submodules
-    input_casts: Any = None  # for what the forward writes into its inputs
+    swap: Swap | None = None  # the swap that put half copies into the slots of weights
+    traced_swap: TracedSlots | None = None  # the slots that got half copies where Dynamo traces
+    removed_frames: SubmoduleFrames | None = None  # the frames of submodules that it took out
+    input_casts: InputCasts | None = None  # the casts of inputs, into which the forward may write
 
 
 class ThreadCalls(threading.local):
@@ -84,8 +90,8 @@ class ThreadCalls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
-        self.policy: Any = PROCESS_POLICY
-        self.copies: Any = None
+        self.policy: Policy | None = PROCESS_POLICY
+        self.copies: ForwardCopies | None = None
 
 
 thread_calls = ThreadCalls()
@@ -99,10 +105,10 @@ def innermost(owner: object) -> Call | None:
     return None
 
 
-def computes_in() -> Any:
+def computes_in() -> torch.dtype | None:
     """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
     for call in reversed(thread_calls.stack):
-        if call.computes_in is not UNCHANGED:
+        if call.computes_in is not INHERIT:
             return call.computes_in
     return None
 
@@ -114,8 +120,8 @@ class CastState:
         self.process_policy: Policy | None = None
         self.half_model_policy: Policy | None = None  # for functions registered through `init`
         self.has_thread_policies = False  # functions then look at their own thread: see `acquire`
-        self._users: set[Any] = set()  # calls and observers for which it is True
-        self._traced_users = 0  # the same where Dynamo traces
+        self._users: set[Any] = set()  # calls and observers for which `has_thread_policies` is True
+        self._traced_users = 0  # the number of users where Dynamo traces
         self.lock = threading.RLock()
         if hasattr(os, "register_at_fork"):  # else a thread that the child lacks may hold the lock
             os.register_at_fork(
@@ -135,7 +141,11 @@ class CastState:
         thread_calls.stack.append(call)
 
     def set_policy(
-        self, call: Call, policy: Any, autocast_off: Sequence[str] = (), sets_policy: bool = True
+        self,
+        call: Call,
+        policy: Policy | None,
+        autocast_off: Sequence[str] = (),
+        sets_policy: bool = True,
     ) -> None:
         """Put this thread under `policy` until the exit of `call`, its innermost call.
 
@@ -144,10 +154,11 @@ class CastState:
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        for_new_sessions = policy is None and call.kind == USER_BLOCK  # that open inside, too
+        # `disable_casts()` also covers sessions opened inside the block.
+        for_new_sessions = policy is None and call.kind == USER_BLOCK
         is_change = policy is not active or for_new_sessions
-        call.sets_policy = sets_policy and policy is not UNCHANGED
-        if policy is not UNCHANGED and is_change and policy is not previous:
+        call.sets_policy = sets_policy and policy is not INHERIT
+        if policy is not INHERIT and is_change and policy is not previous:
             call.counted_by = self
             self.acquire(call)
             call.policy = thread_calls.policy = policy
@@ -156,7 +167,11 @@ class CastState:
             switch_off(autocast_off)
 
     def enter_block(
-        self, policy: Any, kind: str = BLOCK, owner: object = None, autocast_off: Sequence[str] = ()
+        self,
+        policy: Policy | None,
+        kind: str = BLOCK,
+        owner: object = None,
+        autocast_off: Sequence[str] = (),
     ) -> None:
         """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
@@ -278,7 +293,7 @@ class CastState:
         In a forward of a half model or an override it is that dtype, elsewhere the policy's.
         """
         for call in reversed(thread_calls.stack):
-            if call.kind != USER_BLOCK and call.computes_in not in (UNCHANGED, None):
+            if call.kind != USER_BLOCK and call.computes_in not in (INHERIT, None):
                 return call.computes_in
             if call.sets_policy:
                 break
@@ -300,17 +315,17 @@ class CastState:
                 return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
-    def policy_of_forward(self, policy: Policy | None) -> tuple[Any, Sequence[str], bool]:
+    def policy_of_forward(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
         torch.autocast around it do not, but an enabled region determines the half dtype.
         """
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
-            return UNCHANGED, (), False
+            return INHERIT, (), False
         user_policy, by_user = self.innermost_policy()
         if by_user:  # if devices are on, a region inside the user's block is active
-            return UNCHANGED if devices_on() else user_policy, (), False
+            return INHERIT if devices_on() else user_policy, (), False
         devices: list[str] = []
         if policy is not None and policy.condition is None:
             devices = [device for device in devices_on() if policy.casts_on_device(device)]
@@ -350,9 +365,9 @@ class CastState:
                 return True
         return False
 
-    def swaps(self) -> list[Any]:
+    def swaps(self) -> list[Swap]:
         """This thread's swaps that have copies in the slots, the outermost first."""
-        swaps = []  # a comprehension is a call before Python 3.12
+        swaps: list[Swap] = []  # a comprehension is a call before Python 3.12
         for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 swaps.append(call.swap)
@@ -361,7 +376,7 @@ class CastState:
     def float_of(self, copy: Any) -> Any:
         """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
         for swap in self.swaps():
-            if (weight := swap.slot_copies.float_of(copy)) is not None:
+            if (weight := swap.slot_copies.float_of(copy)) is not None:  # type: ignore[union-attr]
                 return weight
         return copy
 

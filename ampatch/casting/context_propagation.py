@@ -33,24 +33,24 @@ from ..torch_private.probes import keeps_graph
 from .calls import (
     BACKWARD,
     BLOCK,
-    UNCHANGED,
+    INHERIT,
     USER_BLOCK,
     Call,
     CastState,
     computes_in,
     thread_calls,
 )
-from .patches import Replacement
+from .patches import Patch
 
 _POLICY = "_ampatch_policy"
 _SWAPS = "_ampatch_swaps"
 _TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
 """Set if torch's autocast was on too: then `custom_bwd` restores torch's casts, not ampatch's."""
 _NOT_RECORDED = object()
-_NO_SWAPS: tuple[Sequence[Any], Any] = (), UNCHANGED
+_NO_SWAPS: tuple[Sequence[Any], Any] = (), INHERIT
 
 
-def custom_functions(state: CastState) -> list[Replacement]:
+def custom_functions(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for custom Functions."""
     return [
         (BackwardCFunction, "__init__", lambda original: _init_recording_policy(original, state)),
@@ -62,7 +62,7 @@ def custom_functions(state: CastState) -> list[Replacement]:
     ]
 
 
-def checkpoints(state: CastState) -> list[Replacement]:
+def checkpoints(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for activation checkpoints."""
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
@@ -74,7 +74,7 @@ def checkpoints(state: CastState) -> list[Replacement]:
     ]
 
 
-def replicas(state: CastState) -> list[Replacement]:
+def replicas(state: CastState) -> list[Patch]:
     """`(owner, name, make)` for what has to be replaced for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
@@ -113,7 +113,7 @@ def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callab
         if policy is state.current() and not restores_casts:
             if not swaps:
                 return original(self, *args)
-            policy = UNCHANGED
+            policy = INHERIT
         captured = _CapturedState(policy, BACKWARD if restores_casts else BLOCK, swaps, dtype)
         try:
             return state.within(functools.partial(captured.enter, state), original, self, *args)
@@ -133,7 +133,7 @@ class _CapturedState(NamedTuple):
     policy: Any
     kind: str
     swaps: Sequence[Any] = ()
-    computes_in: Any = UNCHANGED
+    computes_in: Any = INHERIT
 
     def enter(self, state: CastState, call: Call) -> None:
         """Enter `call`, and inside it a call for each further swap; they exit with `call`."""

@@ -75,20 +75,20 @@ def cast_weights(
     dtype: torch.dtype,
     *,
     own_nodes: bool = False,
-    in_one_block: bool = False,
+    in_one_buffer: bool = False,
 ) -> Sequence[Tensor]:
     """Copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
     One node of the graph makes them and takes sparse gradients.  With `own_nodes` there is a node
-    for each weight, and a weight may be of any class, such as DTensor.  `in_one_block` is for
-    weights of an RNN that share a block of memory (`are_one_block`): then their copies share one.
+    for each weight, and a weight may be of any class, such as DTensor.  `in_one_buffer` is for
+    weights of an RNN that share a memory buffer (`are_one_buffer`): then their copies share one.
 
     Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
     `F.linear` computes the batch of a non-contiguous input as one product only if the weight
     requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
     """
-    if in_one_block:
-        return _cast_weights(weights, dtype, False, _new_copies_in_one_block)
+    if in_one_buffer:
+        return _cast_weights(weights, dtype, False, _new_copies_in_one_buffer)
     if len(weights) == 1:
         return _cast_weights(weights, dtype, own_nodes)
     return _cast_many(weights, dtype, own_nodes)
@@ -101,14 +101,14 @@ def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-def _new_copies_in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `_new_copies`, in one block of memory that has the layout of the tensors' own block."""
+def _new_copies_in_one_buffer(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As `_new_copies`, in one memory buffer that has the layout of the tensors' own buffer."""
     first = tensors[0]
     begin, end = span_of(tensors)
-    block = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
+    buffer = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
     copies = [  # no views of one tensor: each is to have a version of its own
         first.new_empty(0, dtype=dtype).set_(
-            block, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
+            buffer, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
         )
         for tensor in tensors
     ]

@@ -26,9 +26,10 @@ class HeldFunctions:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._rebuilt: dict[int, tuple[Any, Any]] = {}  # by id: a partial or tuple, its original
+        # A rebuilt partial or tuple and its original, by the id of the former.
+        self._rebuilt: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()  # ids of lists and dicts, in one exchange
-        self._replacements: Replacements | None = None  # while they are installed
+        self._replacements: Replacements | None = None  # what is installed; else None
 
     def put_in(self, replacements: Replacements) -> None:
         """Have the modules hold replacements; once."""

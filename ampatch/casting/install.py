@@ -15,7 +15,7 @@ from .autocast_interop import AutocastInterop
 from .calls import CastState
 from .dynamo_tables import DynamoTables
 from .handlers import refill_overridable_tables
-from .patches import PatchSet
+from .patches import MakeReplacement, PatchSet
 from .places import (
     NAMESPACES,
     Replacements,
@@ -54,7 +54,7 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
-        self.has_rows = False  # at least EVERY_LEVEL's
+        self.has_rows = False  # rows are in, at least EVERY_LEVEL's
         self.has_tables = False
         self.overridden: dict[Any, bool] = {}
         self._state = state
@@ -146,12 +146,12 @@ class Installation:
             self.replacements.rebind(function)
 
     def _put_if_there(
-        self, where: str, name: str, make: Callable[[Any], Any], shared: bool = False
+        self, where: str, name: str, make: MakeReplacement, shared: bool = False
     ) -> None:
         if exists(where, name):
             self.replacements.put(resolve(where), name, make, shared)
 
-    def _make_for(self, where: str, name: str) -> Callable[[Any], Any]:
+    def _make_for(self, where: str, name: str) -> MakeReplacement:
         """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
@@ -167,7 +167,7 @@ class Installation:
 
     def _maker(
         self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
-    ) -> Callable[[Any], Any]:
+    ) -> MakeReplacement:
         """The `make(original)` of a replacement, which may be for a function with an override.
 
         `name` is the function's name if its row casts to FP32, else "".
@@ -206,7 +206,7 @@ class RegisteredFunctions:
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
-        self._rules: dict[tuple[Any, str], Rule] = {}  # by owner and name
+        self._rules: dict[tuple[Any, str], Rule] = {}  # the rule of a function, by owner and name
 
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
         """Have a function follow a rule from now on.  Returns whether the patches must be renewed.

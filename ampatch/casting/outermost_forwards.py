@@ -22,7 +22,8 @@ from .handlers import has_handler
 from .policy import Policy
 from .rules import TENSORS, dtype_of
 
-_MAX_NODES = 1000  # of the graph, among which a call outside of modules looks for a parameter
+_MAX_NODES = 1000
+"""So many nodes of the graph a call outside of modules searches for a parameter."""
 
 
 class OutermostForwards:

@@ -25,7 +25,9 @@ import wrapt
 
 from ..log import logger
 
-Replacement = tuple[Any, str, Callable[[Any], Any]]
+MakeReplacement = Callable[[Any], Any]
+"""`make(original)` returns the replacement of a function or another attribute."""
+Patch = tuple[Any, str, MakeReplacement]
 """`(owner, name, make)`: what `PatchSet.replace` takes."""
 
 _INHERITED = object()
@@ -48,7 +50,7 @@ class PatchSet:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    def replace(self, owner: Any, name: str, make: MakeReplacement) -> Any:
         """Replace `owner.name` by `make(original)` and return the original.
 
         A special method that a class lacks is added; its original is a mark.  Raises

@@ -17,13 +17,13 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import wrapt
 
 from ..torch_private.torch_functions import builtin_table
-from .patches import PatchSet
+from .patches import MakeReplacement, PatchSet
 from .tables import BUILTINS
 
 NAMESPACES = (
@@ -117,7 +117,7 @@ class Replacements:
         """The replacement of one of torch's functions, or None."""
         return self._by_original.get(id(original))
 
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any], shared: bool = False) -> None:
+    def put(self, owner: Any, name: str, make: MakeReplacement, shared: bool = False) -> None:
         """Replace `owner.name` by `make(original)`.
 
         `shared`: a function with a replacement under another name gets the same replacement.

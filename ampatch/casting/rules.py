@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ..errors import BannedFunctionError
 from ..log import logger
 from ..torch_private.dtensors import is_dtensor
-from ..torch_private.modules import are_one_block
+from ..torch_private.modules import are_one_buffer
 from ..torch_private.probes import is_recording
 from ..torch_private.torch_functions import unhandled
 from ..torch_private.tracing_tensors import is_internal
@@ -80,8 +80,8 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
         if SCALARS.issuperset(map(type, value)):  # sizes, strides
             return value
-        if type(value) is list and _is_block(value, to, policy):
-            return list(policy.cache.cast_block(value, to))
+        if type(value) is list and _is_buffer(value, to, policy):
+            return list(policy.cache.cast_buffer(value, to))
         inside = []
         changed = False
         for item in value:
@@ -104,12 +104,12 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     return value
 
 
-def _is_block(values: list, to: torch.dtype, policy: Policy) -> bool:
-    """Whether these are the weights of an RNN in one block, as cuDNN wants, to be cast to half."""
+def _is_buffer(values: list, to: torch.dtype, policy: Policy) -> bool:
+    """Whether these are the weights of an RNN in one buffer, as cuDNN wants, to be cast to half."""
     return (
         to is not torch.float32
         and not is_dynamo_compiling()
-        and are_one_block(values)
+        and are_one_buffer(values)
         and not is_recording()
         and values[0].dtype is torch.float32
         and policy.casts_on_device(values[0].device.type)

@@ -24,6 +24,7 @@ from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
 from .dynamo_tables import opaque_call
 from .handlers import without_modes_if_any
+from .patches import MakeReplacement
 from .policy import Policy
 from .rules import (
     CHOOSERS,
@@ -36,8 +37,6 @@ from .rules import (
     widest_dtype,
 )
 from .tables import Row, Rule
-
-Make = Callable[[Callable], Callable]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LARGE_WEIGHT = 2**14
@@ -64,17 +63,19 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
 
     def run_in_fp32(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        first_half = None
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
-                if value.dtype in HALF_DTYPES:
-                    break
-            elif isinstance(value, (list, tuple)) and _has_half(value):
+                first_half = value if value.dtype in HALF_DTYPES else None
+            elif isinstance(value, (list, tuple)):
+                first_half = _first_half_in(value)
+            if first_half is not None:
                 break
-        else:
+        if first_half is None:
             return function(*args, **kwargs)
         if row.only_gradient and not _is_recorded(args, kwargs):
             return function(*args, **kwargs)
-        is_covered = is_for_all_devices or value.is_cpu
+        is_covered = is_for_all_devices or first_half.is_cpu
         to = choose(args, kwargs, _ALL_DEVICES_POLICY) if is_covered else None
         if to is None or kwargs.get("out") is not None:
             return function(*args, **kwargs)
@@ -101,8 +102,11 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     return run_in_fp32
 
 
-def _has_half(values: Sequence) -> bool:
-    return any(tensor.dtype in HALF_DTYPES for tensor in tensors_in(values))
+def _first_half_in(values: Sequence) -> Tensor | None:
+    for tensor in tensors_in(values):
+        if tensor.dtype in HALF_DTYPES:
+            return tensor
+    return None
 
 
 def _is_recorded(args: tuple, kwargs: dict) -> bool:
@@ -189,7 +193,7 @@ _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compu
 }
 
 
-def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
+def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
     """Functions of torch's modules that check dtypes or autocast by themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
@@ -206,7 +210,7 @@ def module_functions(state: CastState) -> list[tuple[str, str, Make]]:
     ]
 
 
-def embedding_forwards() -> list[tuple[str, str, Make]]:
+def embedding_forwards() -> list[tuple[str, str, MakeReplacement]]:
     """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
     return [(f"torch.nn.{cls.__name__}", "forward", _embedding_forward) for cls in EMBEDDINGS]
 

@@ -31,7 +31,7 @@ class Rule(Enum):
     FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # for embeddings
     FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
     FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
-    FLOAT_ON_CPU_IF_HALF_WEIGHT = "float on the CPU if the weight is half"  # and no statistics are
+    FLOAT_ON_CPU_IF_HALF_WEIGHT = "float on the CPU if the weight is half"  # and statistics are not
     FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # windows of pooling
     FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
     PROMOTE = "promote"  # the widest floating dtype among the inputs

@@ -16,10 +16,10 @@ from torch.compiler import is_dynamo_compiling
 from ..errors import type_name
 from .calls import CastState
 from .cast_observers import ObservedCall, observers
+from .patches import MakeReplacement
 from .rules import Choose
 from .wrapper import call_cast
 
-Make = Callable[[Any], Any]
 GetState = Callable[[], CastState]
 
 
@@ -70,7 +70,7 @@ def check_can_follow_rule(function: Any, user_call: str) -> None:
 
 def function_class_replacements(
     cls: type[Function], choose: Choose, get_state: GetState
-) -> dict[str, Make]:
+) -> dict[str, MakeReplacement]:
     """`{name: make}` for the methods to replace in an autograd Function class.
 
     `apply` casts, so `setup_context` and `mark_dirty` get the cast tensors too.  Dynamo ignores a

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from .. import native
-from ..torch_private.modules import share_block
+from ..torch_private.modules import share_buffer
 from ..torch_private.probes import is_recording
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
@@ -191,8 +191,8 @@ class WeightCache:
                 return half
         return self._make_copy(forward_copies, copies, weight, dtype)
 
-    def cast_block(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """As `cast`, for the weights of an RNN, which share one block of memory.
+    def cast_buffer(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """As `cast`, for the weights of an RNN, which share one memory buffer.
 
         Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
         are cast at their first use, and never as a forward begins.
@@ -200,23 +200,23 @@ class WeightCache:
         forward_copies = self._thread_copies()
         versions = list(map(_version_of, weights))
         if forward_copies is None:
-            return _observed(cast_weights(weights, dtype, in_one_block=True))
+            return _observed(cast_weights(weights, dtype, in_one_buffer=True))
         copies = forward_copies.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
         halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
         if (
             len(halves) == len(weights)
             and [version for _, version in entries] == versions
-            and share_block(halves)
+            and share_buffer(halves)
         ):
             self.hits += len(weights)
             return halves
         self.misses += len(weights)
-        block = _observed(cast_weights(weights, dtype, in_one_block=True))
+        new_copies = _observed(cast_weights(weights, dtype, in_one_buffer=True))
         if all(self._may_keep_copy(forward_copies, weight) for weight in weights):
-            copies.update(zip(map(id, weights), zip(block, versions)))
+            copies.update(zip(map(id, weights), zip(new_copies, versions)))
             forward_copies.kept_alive.append(weights)
-        return block
+        return new_copies
 
     def _make_copy(
         self, forward_copies: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype

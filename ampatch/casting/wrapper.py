@@ -42,9 +42,10 @@ def replacement(
     """A plain function that replaces `original` and casts to the dtype that `choose` returns.
 
     `casts_nothing_inside(policy)`, if given, says whether the function runs without casts inside.
-    `run_in_fp32(policy, function, *args, **kwargs)`, if given, makes every call that no rule casts,
-    or that a rule casts to another dtype than FP32.  It gets `policy=None` where a rule casts the
-    call, or no policy is active for it.
+    If given, `run_in_fp32(policy, function, *args, **kwargs)` calls the function unless a rule
+    casts the arguments to FP32; where casts are off inside, it always does.  Its `policy` is the
+    active policy if no rule casts this call, else None; None too where casts are off inside, and
+    where no policy applies: none is active, its condition is not met, or `out=` is given.
     """
     opaque = opaque_call(original)
 
@@ -65,7 +66,7 @@ def replacement(
             or ("out" in kwargs and kwargs["out"] is not None)
             or (policy.condition is not None and not policy.condition(args, kwargs))
         ):
-            policy = to = None
+            policy = target_dtype = None
         elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if any_has_handler(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
@@ -73,12 +74,12 @@ def replacement(
                 function = original
             if run_in_fp32 is not None:
                 function = functools.partial(run_in_fp32, None, function)
-            to = choose(args, kwargs, policy)
+            target_dtype = choose(args, kwargs, policy)
             # Without casts inside: else the functions that it calls would follow their own rows.
-            return state.casts_off(call_cast, to, function, args, kwargs, policy)
+            return state.casts_off(call_cast, target_dtype, function, args, kwargs, policy)
         else:
-            to = choose(args, kwargs, policy)
-        if policy is None or to is None:
+            target_dtype = choose(args, kwargs, policy)
+        if policy is None or target_dtype is None:
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 cls = type(arg)
                 if not (cls in TENSORS or cls in SCALARS) and any_has_handler(args, kwargs):
@@ -86,16 +87,18 @@ def replacement(
             if run_in_fp32 is None:
                 return function(*args, **kwargs)
             return run_in_fp32(policy, function, *args, **kwargs)
-        if run_in_fp32 is not None and to is not torch.float32:
+        if run_in_fp32 is not None and target_dtype is not torch.float32:
             function = functools.partial(run_in_fp32, None, function)
         if _native_call_cast is not None and not (
             is_dynamo_compiling() if is_traced is None else is_traced
         ):
-            result = _native_call_cast(function, args, kwargs, to, policy.cache, policy.devices)
+            result = _native_call_cast(
+                function, args, kwargs, target_dtype, policy.cache, policy.devices
+            )
             if result is not _UNUSUAL:
                 return result
         try:
-            cast_args, cast_kwargs = cast_arguments(args, kwargs, to, policy)
+            cast_args, cast_kwargs = cast_arguments(args, kwargs, target_dtype, policy)
         except HasHandler:
             return call_handlers(state, patched, original, args, kwargs)
         return function(*cast_args, **cast_kwargs)
@@ -104,14 +107,17 @@ def replacement(
 
 
 def call_cast(
-    to: torch.dtype | None,
+    target_dtype: torch.dtype | None,
     function: Callable,
     args: Any,
     kwargs: dict,
     policy: Policy,
 ) -> Any:
-    """Call `function` with its arguments cast to `to`, if any.  In C++: `call_cast` of `call.h`."""
-    if to is None:
+    """Call `function` with its arguments cast to `target_dtype`, unless it is None.
+
+    In C++: `call_cast` of `call.h`.
+    """
+    if target_dtype is None:
         return function(*args, **kwargs)
-    cast_args, cast_kwargs = cast_arguments(args, kwargs, to, policy)
+    cast_args, cast_kwargs = cast_arguments(args, kwargs, target_dtype, policy)
     return function(*cast_args, **cast_kwargs)

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..torch_private.probes import has_compiled_backward
 
 
 def replacements(
     record_wanted_grads: Callable[[list[Tensor]], bool],
     pass_begins: Callable[[Any], Callable[[], None] | None],
-) -> list[Replacement]:
+) -> list[Patch]:
     """The replacements.
 
     `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass asks for.  It

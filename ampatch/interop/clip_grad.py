@@ -12,7 +12,7 @@ import torch.nn.utils
 import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -20,7 +20,7 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad
 def replacements(
     unscale: Callable[[list[Tensor], bool], None],
     on_zeroed: Callable[[set[int]], None],
-) -> list[Replacement]:
+) -> list[Patch]:
     """The replacements.
 
     `unscale(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left

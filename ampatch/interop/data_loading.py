@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..casting.calls import CastState
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..torch_private.data_loading import PREPARING
 
 
-def replacements(state: CastState) -> list[Replacement]:
+def replacements(state: CastState) -> list[Patch]:
     """The replacements.  A managed model that a dataset calls still casts."""
     return [(owner, name, lambda fn: _casts_off(fn, state)) for owner, name in PREPARING]
 

@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..errors import AmpatchError
 from ..torch_private.dtensors import is_dtensor
 
@@ -30,7 +30,7 @@ HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Replacement]:
+def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
     """The replacements for ranks that wrap a model."""
     if not torch.distributed.is_available():
         return []
@@ -66,7 +66,7 @@ def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfC
             )
 
 
-def at_join(refuse_uneven: Callable[[nn.Module], None]) -> list[Replacement]:
+def at_join(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
     """The replacements for ranks with uneven inputs."""
     if not torch.distributed.is_available():
         return []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..errors import AmpatchError
 from ..models.half_copy_swaps import half_copy_dtypes
 from ..torch_private.modules import APPLY
@@ -29,7 +29,7 @@ IsReliedOn = Callable[[Tensor], bool]
 
 def replacements(
     model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: IsReliedOn
-) -> list[Replacement]:
+) -> list[Patch]:
     """The replacements.
 
     `model_of(module)` gives a managed model that shares tensors with a module, or None.

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..config.opt_levels import HALF_DTYPES
 from ..models.half_copy_swaps import parameter_of_copy
 
 
-def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
+def data(listener: Callable[[Tensor], None]) -> list[Patch]:
     """The replacements: `listener(tensor)` is called before `.data` is read or set.
 
     `Tensor` gets a property of its own, which hides the inherited one.
@@ -45,7 +45,7 @@ def data(listener: Callable[[Tensor], None]) -> list[Replacement]:
     return [(Tensor, "data", make)]
 
 
-def copies() -> list[Replacement]:
+def copies() -> list[Patch]:
     """The replacements: copies and pickles of a half copy are those of its weight."""
 
     def deepcopy(original: Callable) -> Callable:
@@ -69,7 +69,7 @@ def copies() -> list[Replacement]:
     return [(Tensor, "__deepcopy__", deepcopy), (Tensor, "__reduce_ex__", reduce)]
 
 
-def loading(after: Callable[[nn.Module], None]) -> list[Replacement]:
+def loading(after: Callable[[nn.Module], None]) -> list[Patch]:
     """The replacements: `after(module)` is called when a module has loaded a state dict."""
 
     def make(original: Callable) -> Callable:
@@ -84,7 +84,7 @@ def loading(after: Callable[[nn.Module], None]) -> list[Replacement]:
     return [(nn.Module, "load_state_dict", make)]
 
 
-def saving() -> list[Replacement]:
+def saving() -> list[Patch]:
     """The replacements: state dicts have parameters."""
 
     def make(original: Callable) -> Callable:

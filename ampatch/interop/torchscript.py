@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..casting.calls import CastState
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..casting.tables import BLACKLIST, WHITELIST
 from ..log import logger
 from ..models import own_frame
@@ -27,7 +27,7 @@ _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
-def replacements(state: CastState) -> list[Replacement]:
+def replacements(state: CastState) -> list[Patch]:
     """The replacements in `torch.jit`."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 

@@ -121,7 +121,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _flatten_rnns(model: nn.Module) -> None:
-    """Put the weights of RNNs in one block of memory again, as cuDNN wants them."""
+    """Put the weights of RNNs in one memory buffer again, as cuDNN wants them."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

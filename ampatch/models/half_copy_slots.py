@@ -132,7 +132,7 @@ class WeightSlots:
         self.attributes: list[dict] = list(map(vars, self.parameters))
 
     def _take_rnn_weights(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Take out of `by_id` the weights of each RNN whose weights share one block of memory.
+        """Take out of `by_id` the weights of each RNN whose weights share one memory buffer.
 
         Otherwise cuDNN copies them at every forward, and warns.
         """
@@ -227,7 +227,7 @@ def make_half_copies(
         return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
     for weights in weight_slots.rnn_weights:
-        copies += cast_weights(weights, dtype, in_one_block=True)
+        copies += cast_weights(weights, dtype, in_one_buffer=True)
     together = weight_slots.buckets.to_cast()
     for weights in together:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
@@ -255,7 +255,7 @@ class SlotCopies:
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
         self._recorded_values: dict[int, Tensor] = {}
-        self._indices: dict[int, int] | None = None  # by ids of copies
+        self._indices: dict[int, int] | None = None  # the places in `copies`, by ids of copies
         if weight_slots.parameters:
             self.copies = make_half_copies(weight_slots, dtype, own_nodes)
             self.parameters = list(weight_slots.parameters)

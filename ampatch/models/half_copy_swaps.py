@@ -85,7 +85,7 @@ def record_values(tensor: Tensor) -> None:
         return
     for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:
-            call.swap.slot_copies.record_values(tensor)
+            call.swap.slot_copies.record_values(tensor)  # type: ignore[union-attr]
 
 
 def is_fx_traced(args: tuple, kwargs: dict) -> bool:
@@ -110,14 +110,15 @@ class Swap:
 
     slot_copies: SlotCopies | None = None
     weight_slots: WeightSlots
-    is_nested = False  # within another swap of the same copies, which swaps them in and out
+    is_nested = False  # it is within another swap of the same copies, which swaps them in and out
 
     def __init__(self, swapper: HalfCopySwapper) -> None:
         self.swapper = swapper
         self.may_hold_copies = False  # some slots may hold copies
         self.is_swapped_in = False  # all slots hold copies
         self._previous: list[Any] | None = None  # what the slots held, if not the parameters
-        self._outer_parametrize_cache: dict | None = None  # of `parametrize.cached()`
+        # The cache of `parametrize.cached()` around the swap.
+        self._outer_parametrize_cache: dict | None = None
         self._lookups: list[Lookup] = []
 
     def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
@@ -204,12 +205,12 @@ class HalfCopySwapper:
         self._stays_float = stays_float
         self._excluded_ids: Collection[int] = ()
         self._on_change = on_change
-        self._weight_slots: dict[int, WeightSlots] = {}  # by id of the root, which they hold
+        self._weight_slots: dict[int, WeightSlots] = {}  # those of a root, which they hold, by id
         self.wants_own_nodes = False  # the next forward makes a node for each weight
-        self.has_own_nodes = False  # the last forward did
-        self._ids: set[int] = set()  # of the weights of the root, from its latest `WeightSlots`
+        self.has_own_nodes = False  # the last forward made such nodes
+        self._ids: set[int] = set()  # ids of the root's weights, from its latest `WeightSlots`
         self.writes = ForwardWrites(model)
-        self.swaps: list[Swap] = []  # the innermost last
+        self.swaps: list[Swap] = []  # the running swaps, the innermost last
         # "thread": the ident of the thread that runs `swaps`; empty where none does.  A dict, as
         # its `setdefault` is atomic.
         self.claim: dict[str, int] = {}

@@ -29,7 +29,7 @@ _fitting_copy = getattr(native.part, "fitting_copy", None)
 class InputCasts:
     """The caller's inputs of one forward, and the casts and copies that the forward got instead."""
 
-    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # by id: input, cast, the node of the cast
+    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # an input, its cast, that cast's node; by id
     containers: list[tuple[Any, Any, Any]]  # input, copy, the items that the copy had at first
 
     def write_back(self) -> None:

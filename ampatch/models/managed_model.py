@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import UNCHANGED, USER_BLOCK, Call, CastState, computes_in, thread_calls
+from ..casting.calls import INHERIT, USER_BLOCK, Call, CastState, computes_in, thread_calls
 from ..casting.handlers import without_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
@@ -260,7 +260,7 @@ class ManagedModel:
     def step_output_dtype(self) -> torch.dtype | None:
         """What submodules return in a framework's step; None: any dtype, or there is no step."""
         for call in reversed(thread_calls.stack):
-            if call.owner is self and call.results_in is not UNCHANGED:
+            if call.owner is self and call.results_in is not INHERIT:
                 return call.results_in
         return None
 
@@ -391,7 +391,7 @@ class ManagedModel:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
             policy, _, sets_policy = state.policy_of_forward(policy)
-        if slots is None and (policy is UNCHANGED or policy is state.current()):
+        if slots is None and (policy is INHERIT or policy is state.current()):
             return forward(module, *args, **kwargs)
         call = Call()
         call.is_traced = True

@@ -57,7 +57,7 @@ class ModuleOverride:
         self.dtype = dtype
         self._cast_in = caster(dtype)
         self._out_dtype = out_dtype
-        self._last_dtype = out_dtype  # that of the last forward's results
+        self._last_dtype = out_dtype  # the dtype of the last forward's results
         self._frame: OwnFrame | None = None
 
     def install(self) -> None:

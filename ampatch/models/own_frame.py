@@ -33,7 +33,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call
-from ..casting.patches import Replacement
+from ..casting.patches import Patch
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICATE
 
@@ -108,7 +108,8 @@ class OwnFrame:
         self.previous: Any = _MISSING  # the instance's `forward` before this frame
         self.inner: Callable | None = None  # what the frame calls: see `_inner_forward`
         self.method: Any = _MISSING  # the instance's `forward` now
-        self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()  # by `copy.copy`
+        # The frames of the module's copies that `copy.copy` made.
+        self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
     def put(self) -> None:
         """Set the module's `forward` to the frame, around the present one."""
@@ -293,7 +294,7 @@ def _outermost(module: nn.Module) -> OwnFrame | None:
     return frames[-1] if frames and frames[-1].is_installed() else None
 
 
-def copying_methods() -> list[Replacement]:
+def copying_methods() -> list[Patch]:
     """The replaced methods of `nn.Module` that copy: shallow copies and replicas get frames."""
 
     def shallow(original: Any) -> Callable:
@@ -328,8 +329,8 @@ def copying_methods() -> list[Replacement]:
 
         return _replicate_for_data_parallel
 
-    methods: list[Replacement] = [(nn.Module, "__copy__", shallow)]
-    more: list[Replacement] = [(nn.Module, REPLICATE, replicate)]
+    methods: list[Patch] = [(nn.Module, "__copy__", shallow)]
+    more: list[Patch] = [(nn.Module, REPLICATE, replicate)]
     return methods + more if hasattr(nn.Module, REPLICATE) else methods
 
 

@@ -106,7 +106,8 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is Tensor:
         current = value.dtype
         return value.to(dtype) if current is not dtype and current in CASTABLE else value
-    casts: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: else its id may come again
+    # A tensor and its cast, by the tensor's id.  A freed tensor's id might come again.
+    casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def convert_once(tensor: Tensor) -> Tensor:
         if tensor.dtype is dtype or tensor.dtype not in CASTABLE:

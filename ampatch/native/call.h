@@ -47,7 +47,7 @@ class Caster {
   static bool is_usual(PyObject* value, int deepest = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
     if (is_scalar(value)) return true;
-    if (!is_sequence(value) || deepest == 0 || is_block(value)) return false;
+    if (!is_sequence(value) || deepest == 0 || is_buffer(value)) return false;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
       if (!is_usual(PySequence_Fast_GET_ITEM(value, i), deepest - 1)) return false;
     }
@@ -97,8 +97,8 @@ class Caster {
     return THPVariable_Wrap(std::move(copy));
   }
 
-  // Whether a list begins with two parameters in one block of memory: an RNN's, as cuDNN wants them.
-  static bool is_block(PyObject* sequence) {
+  // Whether a list begins with two parameters in one memory buffer: an RNN's, as cuDNN wants them.
+  static bool is_buffer(PyObject* sequence) {
     if (!PyList_CheckExact(sequence) || PyList_GET_SIZE(sequence) < 2) return false;
     PyObject *first = PyList_GET_ITEM(sequence, 0), *second = PyList_GET_ITEM(sequence, 1);
     if (Py_TYPE(first) != Py_TYPE(second) ||

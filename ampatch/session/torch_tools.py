@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..casting import autocast_kernels, context_propagation, weight_cache
 from ..casting.calls import CastState, thread_calls
 from ..casting.handlers import FunctionModes
-from ..casting.patches import PatchSet, Replacement
+from ..casting.patches import Patch, PatchSet
 from ..casting.places import bind_originals, rebind
 from ..interop import (
     backward_passes,
@@ -80,7 +80,7 @@ class TorchTools:
         if len(self._patches):
             self._replace(dynamo.gradient_readers())
 
-    def _replace(self, replacements: list[Replacement]) -> None:
+    def _replace(self, replacements: list[Patch]) -> None:
         """Replace them, names bound early too: one search of all modules takes milliseconds."""
         new = []
         for owner, name, make in replacements:
@@ -89,7 +89,7 @@ class TorchTools:
         self._pairs += new
         rebind({id(original): (self._patches, put) for put, original in new})
 
-    def _replacements(self) -> list[Replacement]:
+    def _replacements(self) -> list[Patch]:
         """Every tool, each with the reason why it is replaced."""
         registry = self._registry
         state = registry.state

@@ -62,32 +62,32 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
-    """The weights of an RNN that lie in one block of memory, as cuDNN wants them; else none."""
+    """The weights of an RNN that lie in one memory buffer, as cuDNN wants them; else none."""
     weights = getattr(rnn, FLAT_WEIGHTS, [])
-    return list(weights) if are_one_block(weights) else []
+    return list(weights) if are_one_buffer(weights) else []
 
 
-def are_one_block(weights: Sequence) -> bool:
-    """Whether these are several parameters that fill one block of memory, or a range of it."""
+def are_one_buffer(weights: Sequence) -> bool:
+    """Whether these are several parameters that fill one memory buffer, or a range of it."""
     if len(weights) < 2 or any(type(weight) is not nn.Parameter for weight in weights):
         return False
     alike = {(weight.dtype, weight.device, weight.layout) for weight in weights}
-    if len(alike) > 1 or not share_block(weights) or not all(map(Tensor.is_contiguous, weights)):
+    if len(alike) > 1 or not share_buffer(weights) or not all(map(Tensor.is_contiguous, weights)):
         return False
     first, last = span_of(weights)
     return last - first <= 2 * sum(map(Tensor.numel, weights))
 
 
 def span_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """The range (start, end) of elements that contiguous tensors take up in their block."""
+    """The range (start, end) of elements that contiguous tensors take up in their buffer."""
     starts = [int(tensor.storage_offset()) for tensor in tensors]
     return min(starts), max(map(operator.add, starts, map(Tensor.numel, tensors)))
 
 
-def share_block(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors lie in one block of memory."""
-    blocks = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(blocks) == 1 and 0 not in blocks
+def share_buffer(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors lie in one memory buffer."""
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return len(buffers) == 1 and 0 not in buffers
 
 
 _parametrize: Any = torch.nn.utils.parametrize

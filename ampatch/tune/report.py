@@ -75,7 +75,7 @@ def _detectable(answer: Answer) -> str:
     return f" A difference in {answer.judged} of {answer.unseen:.2g} would have been seen."
 
 
-def cells(answer: Answer) -> Iterator[tuple[str, ...]]:
+def table_rows(answer: Answer) -> Iterator[tuple[str, ...]]:
     """The table's rows, the most sensitive module first."""
     for module in answer.modules:
         yield (
@@ -128,7 +128,7 @@ def write_terminal(answer: Answer, file: Any) -> None:
         table = Table(box=None, pad_edge=False)
         for head in _HEADS:
             table.add_column(head, overflow="fold")
-        for row in list(cells(answer))[:MOST_ROWS]:
+        for row in list(table_rows(answer))[:MOST_ROWS]:
             table.add_row(*row)
         console.print(table, markup=False)
         console.print(_note(answer), markup=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from autocast_oracle import dtypes, to
-from flat_rnns import in_one_block
+from flat_rnns import in_one_buffer
 from matrix_kernels import Kernels
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -40,7 +40,7 @@ def parametrised(module: nn.Module, name: str) -> nn.Module:
 
 
 def unflattened(module: nn.RNNBase) -> nn.RNNBase:
-    """Weights column by column and far apart: not the one block that flatten_parameters makes."""
+    """Weights column by column and far apart: not the one buffer that flatten_parameters makes."""
     for parameter in module.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.data.t().contiguous().t()
@@ -235,7 +235,7 @@ def test_copies_lie_in_memory_as_the_weights_do(name, monkeypatch):
     for flat in (False, True):
         model = Twice(KINDS[name.removesuffix("_tanh")])
         if flat:
-            in_one_block(model.rnn)
+            in_one_buffer(model.rnn)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         ampatch.initialize(model, optimizer, verbosity=0)
         losses = []

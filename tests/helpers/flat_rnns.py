@@ -1,11 +1,11 @@
-"""RNNs as they are on CUDA: their weights in one block of memory."""
+"""RNNs as they are on CUDA: their weights in one memory buffer."""
 
 import torch
 from torch import nn
 
 
-def in_one_block(rnn: nn.RNNBase) -> nn.RNNBase:
-    """Lay its weights out in one block of memory, as `flatten_parameters` does on CUDA."""
+def in_one_buffer(rnn: nn.RNNBase) -> nn.RNNBase:
+    """Lay its weights out in one memory buffer, as `flatten_parameters` does on CUDA."""
     block = torch.cat([weight.detach().flatten() for weight in rnn._flat_weights])
     start = 0
     for weight in rnn._flat_weights:

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from flat_rnns import in_one_block
+from flat_rnns import in_one_buffer
 from small_training import InBackward, Net, in_threads, managed, pass_back, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -226,7 +226,7 @@ def test_copies_of_an_rnn_lie_in_memory_as_its_weights_do(kind, around):
         torch.manual_seed(0)
         rnn = RNNS[kind]()
         next(iter(rnn.parameters())).requires_grad_(False)
-        model = nn.Sequential(nn.Linear(4, 4), in_one_block(rnn) if flat else rnn)
+        model = nn.Sequential(nn.Linear(4, 4), in_one_buffer(rnn) if flat else rnn)
         start(model)
         if flat:
             rnn.register_forward_pre_hook(look)

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from ampatch.tune.answer import Answer
-from ampatch.tune.report import cells, summary, troubles, write_terminal
+from ampatch.tune.report import summary, table_rows, troubles, write_terminal
 from ampatch.tune.sensitivity import Sensitivity
 from ampatch.tune.shadow import Sample
 
@@ -39,7 +39,7 @@ def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
 )
 def test_shares_are_percents_that_can_be_read(share, text):
     head = Sensitivity("head", "Linear", (Sample(1e-3, 1e-2, share, share),))
-    row = next(cells(Answer("t.py", "O2", "float16", "passes", modules=[head])))
+    row = next(table_rows(Answer("t.py", "O2", "float16", "passes", modules=[head])))
     assert row[4:6] == (text, text)
 
 
@@ -48,7 +48,7 @@ def test_a_module_that_half_refuses_is_not_called_unmeasured(answer):
         "layers.0.attention: it does not run in half: no",
         "Not measured: layers.1.attention: it does not run a second time: no",
     ]
-    assert next(cells(answer))[0] == "layers.0.attention"
+    assert next(table_rows(answer))[0] == "layers.0.attention"
 
 
 def test_where_the_modules_are_that_the_table_leaves_out_is_said(answer):
