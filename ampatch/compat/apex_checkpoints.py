@@ -23,8 +23,7 @@ from ..session import facade
 
 Groups = Sequence[dict[str, Any]]
 _INNER = "optimizer_state_dict"
-_MASTERS = "fp32_from_fp16"
-_FLAT_MASTERS = "fp32_groups_flat"
+_MASTERS, _FLAT_MASTERS = "fp32_from_fp16", "fp32_groups_flat"
 
 
 class _ApexLayout(NamedTuple):

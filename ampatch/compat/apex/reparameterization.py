@@ -23,10 +23,8 @@ def apply_weight_norm(
     paths = [name] if name else [path for path, _ in module.named_parameters()]
     for path in [path for path in paths if ".parametrizations." not in f".{path}"]:
         owner, weight_name = _slot(module, path)
-        if (
-            isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-            or getattr(owner, weight_name).dim() < 2
-        ):
+        is_embedding = isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding or getattr(owner, weight_name).dim() < 2:
             continue
         if not parametrize.is_parametrized(owner, weight_name):
             weight_norm(owner, weight_name, dim)
