@@ -87,9 +87,11 @@ held = []
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 weight = torch.ones(3, device=torch.accelerator.current_accelerator(), requires_grad=True)
 weight.register_hook(be_late)
-for _ in range(20):
+for number in range(500):
     weight.sum().backward()
-late = held[-1]() is not None
+    late = held[-1]() is not None
+    if late and number >= 20:
+        break
 """
 
 TRIAL = """
