@@ -59,7 +59,7 @@ def run_module(module: str, arguments: Sequence[str]) -> Ending:
         if spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{module}.__main__")
     except BaseException as error:  # a parent package runs code of its own
-        return _ended_by(error)
+        return ended_by(error)
     sys.argv[0] = str(spec.origin)
     main = _become_main(spec.origin, spec)
     return _run(main, lambda: spec.loader.get_code(spec.name))
@@ -103,11 +103,11 @@ def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
     try:
         exec(code(), main.__dict__)
     except BaseException as error:  # every exception ends the script and is reported
-        return _ended_by(error)
+        return ended_by(error)
     return Ending(0)
 
 
-def _ended_by(error: BaseException) -> Ending:
+def ended_by(error: BaseException) -> Ending:
     """The ending of a script that raised `error`; prints what Python would print."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):

@@ -65,6 +65,7 @@ def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mende
     [
         ("sys.exit(3)", {}, "exit status 3 at O0"),
         ("raise RuntimeError('no data')", {}, "crashed: RuntimeError: no data at O0"),
+        ("sys.excepthook = lambda *_: sys.exit('no disk'); 1 / 0", {}, "crashed: no disk at O0"),
         ("time.sleep(60)", {"timeout": 4}, "timed out: after 4 s at O0"),
     ],
 )

@@ -33,7 +33,7 @@ from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
 from ampatch.launch.program import Program
-from ampatch.launch.script import Ending, describe
+from ampatch.launch.script import Ending, describe, ended_by
 from ampatch.session.facade import OutermostForwards, open_sessions
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
@@ -112,9 +112,9 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
     try:
         ending = program.run(arguments)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except SystemExit as late:  # SIGTERM after the script's last line
+    except SystemExit as late:  # SIGTERM after the script's last line, or an excepthook that exits
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return Ending(int(late.code or 0))
+        return ended_by(late)
     return ending
 
 
