@@ -1,5 +1,6 @@
 """apex.optimizers against their formulas, in float64."""
 
+import collections
 import math
 
 import pytest
@@ -10,26 +11,33 @@ from ampatch.compat.apex import optimizers
 from ampatch.compat.apex.parallel.larc import LARC
 
 
-def adam_formula(steps, lr, decay, adam_w, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Adam without bias correction."""
+def by_formula(update):
+    """The parameters after four times `update(param, grad, state, step)`; state begins with 0."""
     params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    for step in range(steps):
-        for i, grad in enumerate(gradients(step)):
-            g = grad.double() + (0 if adam_w else decay * params[i])
-            first[i] = beta1 * first[i] + (1 - beta1) * g
-            second[i] = beta2 * second[i] + (1 - beta2) * g * g
-            update = first[i] / (second[i].sqrt() + eps)
-            params[i] = params[i] - lr * (update + (decay * params[i] if adam_w else 0))
+    states = [collections.defaultdict(float) for _ in START]
+    for step in range(1, 5):
+        for i, grad in enumerate(gradients(step - 1)):
+            params[i] = update(params[i], grad.double(), states[i], step)
     return params
+
+
+def adam_formula(decay, adam_w, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8):
+    """Adam without bias correction."""
+
+    def update(p, g, state, step):
+        g = g + (0 if adam_w else decay * p)
+        state["m"] = beta1 * state["m"] + (1 - beta1) * g
+        state["v"] = beta2 * state["v"] + (1 - beta2) * g * g
+        return p - lr * (state["m"] / (state["v"].sqrt() + eps) + (decay * p if adam_w else 0))
+
+    return by_formula(update)
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_adam_without_bias_correction(mode):
     options = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": mode}
     ours = run(lambda p: optimizers.FusedAdam(p, bias_correction=False, **options))
-    close(ours, adam_formula(4, 0.01, 0.1, mode))
+    close(ours, adam_formula(0.1, mode))
     corrected = run(lambda p: optimizers.FusedAdam(p, **options))
     assert not torch.allclose(ours[0], corrected[0], atol=1e-3)  # the option does something
 
@@ -41,36 +49,29 @@ def test_bias_correction_group_by_group():
         )
 
     ours = run(make)
-    close(ours[:1], adam_formula(4, 0.01, 0, True)[:1])
+    close(ours[:1], adam_formula(0, True)[:1])
     close(ours[1:], run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0))[1:])
 
 
 def test_sgd_with_weight_decay_after_momentum():
+    def update(p, g, state, step):
+        state["velocity"] = 0.9 * state["velocity"] + g
+        return p - 0.1 * (state["velocity"] + 0.2 * p)
+
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
-    ours = run(lambda p: optimizers.FusedSGD(p, **options))
-    params = [value.double() for value in START]
-    velocity = [torch.zeros_like(p) for p in params]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            velocity[i] = 0.9 * velocity[i] + grad.double()
-            params[i] = params[i] - 0.1 * (velocity[i] + 0.2 * params[i])
-    close(ours, params)
+    close(run(lambda p: optimizers.FusedSGD(p, **options)), by_formula(update))
 
 
 def test_adagrad_with_decoupled_weight_decay():
-    ours = run(lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.2, adagrad_w_mode=True))
-    params = [value.double() for value in START]
-    total = [torch.zeros_like(p) for p in params]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            total[i] = total[i] + grad.double() ** 2
-            update = grad.double() / (total[i].sqrt() + 1e-10) + 0.2 * params[i]
-            params[i] = params[i] - 0.1 * update
-    close(ours, params)
+    def update(p, g, state, step):
+        state["sum"] = state["sum"] + g**2
+        return p - 0.1 * (g / (state["sum"].sqrt() + 1e-10) + 0.2 * p)
+
+    options = {"lr": 0.1, "weight_decay": 0.2, "adagrad_w_mode": True}
+    close(run(lambda p: optimizers.FusedAdagrad(p, **options)), by_formula(update))
 
 
 def lamb_formula(
-    lr,
     weight_decay=0.01,
     adam_w_mode=True,
     grad_averaging=True,
@@ -78,28 +79,24 @@ def lamb_formula(
     max_grad_norm=1.0,
     use_nvlamb=False,
 ):
-    beta1, beta2, eps, decay = 0.9, 0.999, 1e-6, weight_decay
-    params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    second = [torch.zeros_like(p) for p in params]
-    for step in range(1, 5):
-        grads = [grad.double() for grad in gradients(step - 1)]
-        norm = math.sqrt(sum(float((grad * grad).sum()) for grad in grads))
+    lr, beta1, beta2, eps, decay = 0.05, 0.9, 0.999, 1e-6, weight_decay
+
+    def update(p, g, state, step):
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(step - 1)))
         if max_grad_norm and norm > max_grad_norm:
-            grads = [grad * (max_grad_norm / norm) for grad in grads]
-        for i, grad in enumerate(grads):
-            if not adam_w_mode:
-                grad = grad + decay * params[i]
-            first[i] = beta1 * first[i] + (1 - beta1 if grad_averaging else 1) * grad
-            second[i] = beta2 * second[i] + (1 - beta2) * grad * grad
-            m = first[i] / (1 - beta1**step if bias_correction else 1)
-            v = second[i] / (1 - beta2**step if bias_correction else 1)
-            update = m / (v.sqrt() + eps) + (decay * params[i] if adam_w_mode else 0)
-            ratio, size, length = 1.0, float(params[i].norm()), float(update.norm())
-            if (decay or use_nvlamb) and size > 0 and length > 0:
-                ratio = size / length
-            params[i] = params[i] - lr * ratio * update
-    return params
+            g = g * (max_grad_norm / norm)
+        if not adam_w_mode:
+            g = g + decay * p
+        state["m"] = beta1 * state["m"] + (1 - beta1 if grad_averaging else 1) * g
+        state["v"] = beta2 * state["v"] + (1 - beta2) * g * g
+        m = state["m"] / (1 - beta1**step if bias_correction else 1)
+        v = state["v"] / (1 - beta2**step if bias_correction else 1)
+        change = m / (v.sqrt() + eps) + (decay * p if adam_w_mode else 0)
+        size, length = float(p.norm()), float(change.norm())
+        has_ratio = (decay or use_nvlamb) and size > 0 and length > 0
+        return p - lr * (size / length if has_ratio else 1) * change
+
+    return by_formula(update)
 
 
 LAMB = {
@@ -116,42 +113,31 @@ LAMB = {
 
 @pytest.mark.parametrize("options", LAMB.values(), ids=LAMB)
 def test_lamb(options):
-    ours = run(lambda p: optimizers.FusedLAMB(p, lr=0.05, **options))
-    close(ours, lamb_formula(0.05, **options))
+    close(run(lambda p: optimizers.FusedLAMB(p, lr=0.05, **options)), lamb_formula(**options))
 
 
 def novograd_formula(
-    lr,
-    decay,
-    reg_inside_moment=False,
-    grad_averaging=True,
-    norm_type=2,
-    init_zero=False,
-    bias_correction=True,
+    reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, bias_correction=True
 ):
-    beta1, beta2, eps, infinite = 0.95, 0.98, 1e-8, norm_type == 0
-    params = [value.double() for value in START]
-    first = [torch.zeros_like(p) for p in params]
-    norms: list = [None] * len(params)
-    for step in range(1, 5):
-        for i, grad in enumerate(gradients(step - 1)):
-            g = grad.double()
-            now = float(g.abs().max() if infinite else g.norm())
-            before = (0.0 if init_zero else now) if norms[i] is None else norms[i]
-            if infinite:
-                norms[i] = beta2 * before + (1 - beta2) * now
-            else:
-                norms[i] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
-            v = norms[i] / (math.sqrt(1 - beta2**step) if bias_correction else 1) + eps
-            share = 1 - beta1 if grad_averaging else 1
-            correction = 1 - beta1**step if bias_correction else 1
-            if reg_inside_moment:
-                first[i] = beta1 * first[i] + share * (g / v + decay * params[i])
-                params[i] = params[i] - lr * first[i] / correction
-            else:
-                first[i] = beta1 * first[i] + share * g
-                params[i] = params[i] - lr * (first[i] / correction / v + decay * params[i])
-    return params
+    lr, decay, beta1, beta2, eps = 0.05, 0.1, 0.95, 0.98, 1e-8
+
+    def update(p, g, state, step):
+        now = float(g.abs().max() if norm_type == 0 else g.norm())
+        before = state.get("norm", 0.0 if init_zero else now)
+        if norm_type == 0:
+            state["norm"] = beta2 * before + (1 - beta2) * now
+        else:
+            state["norm"] = math.sqrt(beta2 * before**2 + (1 - beta2) * now**2)
+        v = state["norm"] / (math.sqrt(1 - beta2**step) if bias_correction else 1) + eps
+        share = 1 - beta1 if grad_averaging else 1
+        correction = 1 - beta1**step if bias_correction else 1
+        if reg_inside_moment:
+            state["m"] = beta1 * state["m"] + share * (g / v + decay * p)
+            return p - lr * state["m"] / correction
+        state["m"] = beta1 * state["m"] + share * g
+        return p - lr * (state["m"] / correction / v + decay * p)
+
+    return by_formula(update)
 
 
 NOVOGRAD = {
@@ -167,8 +153,7 @@ NOVOGRAD = {
 @pytest.mark.parametrize("options", NOVOGRAD.values(), ids=NOVOGRAD)
 def test_novograd(options):
     settings = {"lr": 0.05, "betas": (0.95, 0.98), "weight_decay": 0.1, **options}
-    ours = run(lambda p: optimizers.FusedNovoGrad(p, **settings))
-    close(ours, novograd_formula(0.05, 0.1, **options))
+    close(run(lambda p: optimizers.FusedNovoGrad(p, **settings)), novograd_formula(**options))
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -176,25 +161,22 @@ def test_larc(clip):
     from apex.parallel import LARC as by_module
 
     lr, decay, trust = 0.4, 0.1, 0.05
+
+    def update(p, g, state, step):
+        size, length = float(p.norm()), float(g.norm())
+        if size and length:
+            rate = trust * size / (length + decay * size + 1e-8)
+            g = (g + decay * p) * (min(rate / lr, 1) if clip else rate)
+        return p - lr * g
+
     larcs = []
 
     def make(params):
-        larcs.append(LARC(torch.optim.SGD(params, lr=lr, weight_decay=decay), trust, clip))
+        larcs.append(by_module(torch.optim.SGD(params, lr=lr, weight_decay=decay), trust, clip))
         return larcs[0]
 
-    ours = run(make)
-    params = [value.double() for value in START]
-    for step in range(4):
-        for i, grad in enumerate(gradients(step)):
-            g, size, length = grad.double(), float(params[i].norm()), float(grad.double().norm())
-            if size and length:
-                rate = trust * size / (length + decay * size + 1e-8)
-                rate = min(rate / lr, 1) if clip else rate
-                g = (g + decay * params[i]) * rate
-            params[i] = params[i] - lr * g
-    close(ours, params)
+    close(run(make), by_formula(update))
     assert larcs[0].param_groups[0]["weight_decay"] == decay
-    assert isinstance(by_module(torch.optim.SGD(parameters(), lr=0.1)), LARC)
 
 
 def test_larc_gives_the_weight_decay_back_after_an_exception():

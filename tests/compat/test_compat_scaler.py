@@ -210,18 +210,6 @@ def test_a_replaced_update_scale_is_asked_as_each_block_ends(amp, level, calls_a
     assert len(asked) == 6
 
 
-def test_a_replaced_update_scale_overrules_the_block(amp):
-    model, optimizer = start(amp)
-    for answer in (True, False):
-        before = weights(model)
-        scaler_of(amp).update_scale = lambda answer=answer: answer
-        optimizer.zero_grad()
-        block(amp, model, optimizer)
-        optimizer.step()
-        assert moved(model, before) != answer
-        assert scaler_of(amp).loss_scale() == 2.0**16
-
-
 def test_a_block_that_raises_asks_nobody(amp):
     model, optimizer = start(amp)
     scaler_of(amp).update_scale = lambda: pytest.fail("asked")
