@@ -1,6 +1,7 @@
 """accelerate's `Accelerator` under an opt level: what a script asks of it."""
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from small_training import pass_back
 from torch import nn
 
 import ampatch
@@ -90,7 +92,8 @@ def test_the_order_of_prepare_does_not_matter(order):
     """The oracle is `initialize` and `scale_loss` by hand."""
     model, optimizer = parts()
     ampatch.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-    expected = train(ByHand(optimizer), model, optimizer)
+    by_hand = types.SimpleNamespace(backward=lambda loss: pass_back(loss, optimizer))
+    expected = train(by_hand, model, optimizer)
     ampatch.deactivate()
     accelerator, (model, optimizer) = make(dtype="bfloat16"), parts()
     before = [parameter.detach().clone() for parameter in model.eval().parameters()]
@@ -106,15 +109,6 @@ def test_the_order_of_prepare_does_not_matter(order):
         model = accelerator.prepare_model(model)
     assert all(map(torch.equal, ampatch.master_params(optimizer), before))
     assert train(accelerator, model.train(), optimizer) == expected
-
-
-class ByHand:
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def backward(self, loss):
-        with ampatch.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
 
 
 @HALF_LEVELS
