@@ -1,7 +1,6 @@
 """The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
 
 import argparse
-import io
 import shlex
 import subprocess
 import sys
@@ -58,26 +57,6 @@ def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials)
     assert log.read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
     assert "never steps an optimizer of torch.optim, nor calls initialize" in done.stderr
-
-
-@pytest.mark.usefixtures("warm_trials")
-def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
-    script, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    script.write_text(script.read_text().replace("manual_seed(0)", "manual_seed(5)"))
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr("sys.stderr", terminal)
-    assert main.main(["sweep", "train.py", "--levels", "O0", "--seeds", "2"]) == 0
-    text = terminal.getvalue()
-    moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
-    assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
-    told = " ".join(text.split())
-    assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
-    assert told.count("The seed does not reach the script") == 1
 
 
 # What is refused
