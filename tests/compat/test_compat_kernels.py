@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import Made
 
 import ampatch
 from ampatch.compat import apex as compat
@@ -302,23 +303,22 @@ class OwnNorm(torch.autograd.Function):
         )
 
 
-class Normed(torch.nn.Module):
-    def __init__(self, own):
-        super().__init__()
-        self.first, self.norm = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8)
-        self.last, self.own = torch.nn.Linear(8, 1), own
+def own_norm(model, x):
+    x = model.first(x)
+    weight, bias = model.norm.weight.to(x.dtype), model.norm.bias.to(x.dtype)
+    return model.last(OwnNorm.apply(x, weight, bias))
 
-    def forward(self, x):
-        x, norm = self.first(x), self.norm
-        weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
-        return self.last(OwnNorm.apply(x, weight, bias) if self.own else self.norm(x))
+
+def torchs_norm(model, x):
+    return model.last(model.norm(model.first(x)))
 
 
 def test_a_function_of_the_scripts_own_trains_by_the_kernels_as_torchs_layer_does(amp, opt_level):
     ends = []
-    for own in (True, False):
+    for forward in (own_norm, torchs_norm):
         torch.manual_seed(0)
-        model = Normed(own)
+        layers = {"first": torch.nn.Linear(6, 8), "last": torch.nn.Linear(8, 1)}
+        model = Made(forward, norm=torch.nn.LayerNorm(8), **layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
         x = numbers(16, 6)

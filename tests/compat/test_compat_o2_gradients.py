@@ -5,6 +5,7 @@ The oracle is FP32 training that zeroes by hand, weight by weight.
 """
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -20,14 +21,9 @@ SETTINGS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.first = nn.Embedding(4, 6), nn.Linear(6, 8)
-        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 1)
-
-    def forward(self, index):
-        return self.last(torch.tanh(self.norm(self.first(self.table(index)))))
+def network():
+    layers = {"table": nn.Embedding(4, 6), "first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8)}
+    return nn.Sequential(OrderedDict(**layers, tanh=nn.Tanh(), last=nn.Linear(8, 1)))
 
 
 INDEX, TARGET = torch.arange(16) % 4, (torch.arange(16) % 4).float()[:, None] / 4
@@ -35,7 +31,7 @@ INDEX, TARGET = torch.arange(16) % 4, (torch.arange(16) % 4).float()[:, None] / 
 
 def model_and_optimizer(lr=0.05, **options):
     torch.manual_seed(0)
-    model = Net()
+    model = network()
     return model, torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
@@ -145,7 +141,7 @@ def test_elsewhere_gradients_accumulate_as_ever(amp, package, options):
 def test_each_optimizer_drops_what_its_own_step_has_used(amp, together):
     """The second one steps every second time, and accumulates between."""
     torch.manual_seed(0)
-    model = Net()
+    model = network()
     parts = [list(part.parameters()) for part in (model.first, model.last)]
     optimizers = [torch.optim.SGD(part, lr=0.0) for part in parts]
     begin(amp, model, optimizers, num_losses=2)

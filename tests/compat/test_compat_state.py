@@ -325,6 +325,8 @@ def test_loss_scalers_are_written(amp, scale):
         assert scaled.item() == 2.0**20
     if scale == "dynamic":
         scalers[0]._loss_scale, scalers[0]._unskipped, scalers[0]._scale_seq_len = 8.0, 2, 3
+        scalers[0]._min_loss_scale = None
+        assert scalers[0]._min_loss_scale == 2.0**-24  # the least there is
         scalers[0]._max_loss_scale, scalers[0]._min_loss_scale = 16.0, 4.0
         scales = []
         for bad in (False, False, True, True, True, False, False, False):
