@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import ampatch
-
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 LEVELS = ["O2", "O3"]
 
@@ -85,21 +83,6 @@ def test_a_shallow_copys_forward_is_its_own(amp, level):
     twin, replica = copy.copy(model), model._replicate_for_data_parallel()
     assert twin.forward.__self__ is twin and torch.equal(twin.forward(X), model(X))
     assert "forward" in vars(replica)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_forward_that_the_script_puts_around_it_later_runs_once(amp, level):
-    model, _ = start(amp, level)
-    expected, managed = model(X), model.forward
-    model.forward = own = lambda x: managed(x) * 2
-    assert torch.equal(model.forward(X), expected * 2)
-    assert torch.equal(model(X), expected * 2)
-    with pytest.raises(RuntimeError):
-        model.forward(X[:, :3])
-    assert torch.equal(model.forward(X), expected * 2)
-    assert vars(copy.copy(model))["forward"] is own
-    ampatch.deactivate()
-    assert model.forward is own
 
 
 def test_two_models_that_have_exchanged_their_forwards(amp):
