@@ -18,20 +18,11 @@ import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.calls import CastState
 from ampatch.casting.places import exists
-from ampatch.casting.tables import (
-    APEX,
-    BANNED,
-    BEYOND,
-    BLACKLIST,
-    EVERY_LEVEL,
-    PROMOTE,
-    WHITELIST,
-    Rule,
-)
+from ampatch.casting.tables import APEX, EVERY_LEVEL, Rule
 from ampatch.diagnose.tables import content, differences, formats
 
 ROOT = Path(ampatch.__file__).parents[1]
-ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
+ROWS = (*tables.WHITELIST, *tables.BLACKLIST, *tables.PROMOTE, *tables.BANNED, *tables.BEYOND)
 
 
 # What is printed
@@ -154,7 +145,7 @@ def test_autocast_differs_where_we_say_so_and_nowhere_else():
     places = [
         (row, name)
         for row in ROWS
-        if row not in BEYOND
+        if row not in tables.BEYOND
         for name in row.names
         if not row.native and exists(row.where, name) and name not in NO_ORACLE | NO_CPU_KERNEL
     ]

@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 import ampatch
-from ampatch.compat.apex.fp16_utils import (
-    DynamicLossScaler,
-    FP16_Optimizer,
-    FP16Model,
-    LossScaler,
-    convert_network,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    network_to_half,
-    prep_param_lists,
-)
+from ampatch.compat.apex import fp16_utils
+from ampatch.compat.apex.fp16_utils import FP16_Optimizer, network_to_half
 
 
 def network() -> nn.Module:
@@ -71,18 +62,18 @@ def test_conversions_keep_batch_norms_in_fp32():
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4))
     model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-    wrapped = FP16Model(model)
+    wrapped = fp16_utils.FP16Model(model)
     assert model[1].running_mean.dtype is torch.float16  # nothing to keep without weights
     assert model[2].weight.dtype is torch.float32 and model.count.dtype is torch.int64
-    assert FP16Model(nn.Linear(4, 4))(data()[0]).dtype is torch.float16
-    convert_network(wrapped, torch.float64)
+    assert fp16_utils.FP16Model(nn.Linear(4, 4))(data()[0]).dtype is torch.float16
+    fp16_utils.convert_network(wrapped, torch.float64)
     assert model[0].weight.dtype is torch.float64 and model[2].weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_master_weights_by_hand(flat):
     model = network().half()
-    params, masters = prep_param_lists(model, flat_master=flat)
+    params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
     assert all(master.dtype is torch.float32 for master in masters)
     assert len(masters) == (1 if flat else len(params))
     optimizer = torch.optim.SGD(masters, lr=0.05, momentum=0.9)
@@ -91,14 +82,14 @@ def test_master_weights_by_hand(flat):
         model.zero_grad()
         x, y = data()
         ((model(x.half()).float() - y).pow(2).mean() * scale).backward()
-        model_grads_to_master_grads(params, masters, flat_master=flat)
+        fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
         for master in masters:
             master.grad.div_(scale)
         optimizer.step()
-        master_params_to_model_params(params, masters, flat_master=flat)
+        fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
     assert close_to_fp32([param.float() for param in params])
     with pytest.raises(TypeError, match="flat_master=False"):
-        prep_param_lists(network_to_half(network()), flat_master=True)
+        fp16_utils.prep_param_lists(network_to_half(network()), flat_master=True)
 
 
 def fp16_optimizer(model: nn.Module, verbose=False, **options):
@@ -172,7 +163,7 @@ def test_an_overflow_lowers_the_scale_in_backward_and_leaves_gradients():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_checkpoint_with_the_scaler_of_an_older_apex(dynamic):
     model = network_to_half(network())
-    old = DynamicLossScaler(2.0**26, 2.0, 3) if dynamic else LossScaler(64.0)
+    old = fp16_utils.DynamicLossScaler(2.0**26, 2.0, 3) if dynamic else fp16_utils.LossScaler(64.0)
     if dynamic:
         old.update_scale(overflow=True)
         old.update_scale(overflow=False)
@@ -248,7 +239,7 @@ def test_a_scaler_that_apex_pickled_into_a_checkpoint_loads():
 
 
 def test_the_dynamic_rule():
-    scaler = DynamicLossScaler(init_scale=8, scale_factor=2, scale_window=3)
+    scaler = fp16_utils.DynamicLossScaler(init_scale=8, scale_factor=2, scale_window=3)
     scales = []
     for overflow in (False, False, False, True, True, False, False, False, True, True, True, True):
         scaler.update_scale(overflow)

@@ -7,19 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import Seq2SeqTrainer, Trainer
 
 import ampatch
 from ampatch.integrations.transformers import AmpatchTrainerMixin
@@ -52,30 +42,32 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sentences()]
 
 
-def bert() -> BertForSequenceClassification:
+def bert() -> transformers.BertForSequenceClassification:
     """One layer, no dropout, in evaluation mode as `from_pretrained` gives it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     rest = {"intermediate_size": 32, "max_position_embeddings": 8}
-    config = BertConfig(vocab_size=WORDS, **sizes, **drops, **rest)
-    return BertForSequenceClassification(config).eval()
+    config = transformers.BertConfig(vocab_size=WORDS, **sizes, **drops, **rest)
+    return transformers.BertForSequenceClassification(config).eval()
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> transformers.GPT2LMHeadModel:
     """One layer, no dropout; the embedding is the output layer's weight too."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, **ends))
 
 
-def t5() -> T5ForConditionalGeneration:
+def t5() -> transformers.T5ForConditionalGeneration:
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1}
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return T5ForConditionalGeneration(T5Config(**sizes, num_heads=2, dropout_rate=0.0, **ends))
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, num_heads=2, dropout_rate=0.0, **ends)
+    )
 
 
 def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options: Any) -> Trainer:
@@ -85,12 +77,14 @@ def trainer_of(folder: Path, opt_level: str | None, model: Any = None, **options
     """
     model = bert() if model is None else model
     settings = {"init_scale": 1024.0, **options.pop("settings", {})}
-    data = sentences() if isinstance(model, BertForSequenceClassification) else texts()
+    data = sentences() if isinstance(model, transformers.BertForSequenceClassification) else texts()
     more = options.pop("more", {})
     usual = {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 3e-3}
     usual |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     usual |= {"use_cpu": True, "dataloader_pin_memory": False}
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**usual, **options})
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(folder), **{**usual, **options}
+    )
     data = {"train_dataset": data, "eval_dataset": data}
     if opt_level is None:
         return Seq2SeqTrainer(model, arguments, **data, **more)
@@ -147,7 +141,7 @@ def test_a_skipped_step_counts_and_the_learning_rate_waits(tmp_path):
     """The first scale overflows float16 at once, the third does not."""
     skips, rates = [], []
 
-    class Watched(TrainerCallback):
+    class Watched(transformers.TrainerCallback):
         def on_optimizer_step(self, args, state, control, optimizer, **kwargs) -> None:
             skips.append(optimizer.step_was_skipped)
             rates.append(optimizer.param_groups[0]["lr"])
