@@ -218,15 +218,6 @@ def test_each_loss_has_its_own(amp):
     assert (first._unskipped, second._unskipped) == (1, 0)
 
 
-def test_a_static_scale_does_not_move(amp):
-    model, optimizer = start(amp, loss_scale=128.0)
-    scaler = scaler_of(amp)
-    block(amp, model, optimizer, INF, delay_overflow_check=True)
-    assert not scaler.dynamic and scaler._overflow_buf.item() == 0
-    scaler._overflow_buf.fill_(1)
-    assert scaler.update_scale() is False and scaler.loss_scale() == 128.0
-
-
 @pytest.mark.parametrize("kind", ["of the session", "of its own"])
 def test_unscaling_by_hand(amp, kind):
     start(amp)
