@@ -208,25 +208,6 @@ def test_evaluation_is_cast_and_leaves_the_weights_to_the_training_after_it(tmp_
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trained_loss, rel=0.01)
 
 
-def test_what_is_computed_outside_of_the_model_is_not_cast(tmp_path):
-    """As beside bf16=True."""
-    products = []
-
-    def metrics_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        products.append((logits @ logits.T).dtype)
-        return logits
-
-    more = {"preprocess_logits_for_metrics": metrics_of}
-    trainer = trainer_of(tmp_path, "O1", more=more)
-    trainer.predict(trainer.eval_dataset)
-    assert set(products) == {torch.float32}
-    ampatch.deactivate()
-    products.clear()
-    trainer = trainer_of(tmp_path, "O1", more=more, settings={"patch_scope": "process"})
-    trainer.predict(trainer.eval_dataset)
-    assert set(products) == {torch.float16}
-
-
 @pytest.mark.parametrize("opt_level", ["O2", "O3"])
 def test_training_goes_on_in_a_second_train_also_after_deactivate(opt_level, tmp_path):
     trainer = trained(tmp_path, opt_level, adam_epsilon=1e-4)  # 1e-8 is 0 in the weights of O3
