@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
+"""The command line: its help, what it refuses, and whose arguments are whose."""
 
 import argparse
 import shlex
@@ -8,23 +8,11 @@ import types
 
 import pytest
 from run_command import write
-from sweep_runs import INITIALIZE, TRAINING
 from warm_python import environment
 
 import ampatch
 from ampatch.cli import main
 from ampatch.cli.script_options import add_program
-
-STEPS = """
-    for _ in range(10):
-        step()
-    amp.log_metrics(accuracy=0.75)
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    return write(tmp_path / "train.py", TRAINING + INITIALIZE + STEPS)
 
 
 def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
@@ -34,20 +22,6 @@ def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 50
     assert shown.index("--budget") < shown.index("more options") < shown.index("--engine")
-
-
-def test_a_piped_sweep_writes_plain_lines(script, here, warm_trials):
-    words = "sweep train.py --levels O0,O1 --dtypes bfloat16 --no-autocast --rounds 1"
-    done = here(*words.split())
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()]
-    assert rows[0][0] == "row" and "accuracy" in rows[0] and rows[0][-1] == "scale"
-    assert [row[:2] for row in rows[1:3]] == [["O0", "float32"], ["O1", "bfloat16"]]
-    assert rows[1][-3:] == ["0.7500", "0/10", "1"]
-    assert "Recommendation: " in done.stdout
-    assert "Written to ampatch-sweep/train: report.html, " in done.stdout.splitlines()[-1]
-    assert done.stderr.splitlines()[0] == "[1/2] O0 seed 0: started"
 
 
 def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials):
@@ -140,6 +114,7 @@ WRONG = [
     ("sweep train.py --levels O0 --out train.py", "train.py: cannot be written: File exists"),
     ("sweep train.py --out ''", "--out '': expected the name of a folder"),
     ("tune train.py --opt-level O1 --out=", "--out '': expected the name of a folder"),
+    ("tune train.py --opt-level O1 --seeds 3", "--seeds 3: expected at least 4"),
     ("sweep train.py --resume --overwrite", "--resume and --overwrite: give one of them"),
     ("sweep train.py --dtypes bfloat", 'Did you mean "bfloat16"?'),
     ("sweep train.py --seeds 0", "--seeds 0: expected at least 1"),
@@ -159,11 +134,10 @@ def test_the_command_alone_prints_its_help(here):
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
-def test_a_wrong_command_line_is_refused(line, message, script, tmp_path, here):
+def test_a_wrong_command_line_is_refused(line, message, tmp_path, here):
     """In one message, that names nothing internal, and before anything starts."""
-    for name in ("notebook.ipynb", "MY BOOK.IPYNB"):
-        (tmp_path / name).write_text("{}")
-    write(tmp_path / "package/__init__.py", "")
+    for name in ("train.py", "notebook.ipynb", "MY BOOK.IPYNB", "package/__init__.py"):
+        write(tmp_path / name, "")
     done = here(*shlex.split(line))
     assert (done.returncode, done.stdout) == (2, "")
     usage, _, said = done.stderr.partition("error: ")

@@ -328,27 +328,6 @@ def test_several_sessions_with_optimizers_are_one_list_the_newest_first(amp, cap
     assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [8, 4]
 
 
-@pytest.mark.parametrize("deactivates", [True, False])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_fold_begins_with_a_scaler_of_its_own_at_place_0(amp, deactivates, level):
-    """Models of earlier folds are kept, to average them at the end."""
-    kept = []
-    for fold in range(3):
-        kept.append(session(amp, True, level=level))
-        model, optimizer = kept[-1]
-        scalers = amp._amp_state.loss_scalers
-        assert len(scalers) == (1 if deactivates else fold + 1)
-        assert scalers[0].loss_scale() == 2.0**16
-        scalers[0]._loss_scale = 4.0
-        assert scale_in_use(amp, model, optimizer) == 4
-        optimizer.step()
-        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 1}
-        if deactivates:
-            amp._amp_state.handle._deactivate()
-            assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
-            assert scale_in_use(amp, model, optimizer) == 4
-
-
 def test_deactivate_ends_the_entries_of_all_sessions_before_but_the_newest(amp):
     first, last = session(amp, True), session(amp, True)
     session(amp, False)  # a momentum encoder

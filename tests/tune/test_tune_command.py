@@ -44,10 +44,3 @@ def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, m
     monkeypatch.setattr("ampatch.sweep.execution.runner.Runner.run", None)  # no trial is started
     assert tune(folder, "softmax", "--resume") == 0
     assert read_answer(folder) == answer
-
-
-def test_too_few_seeds_are_refused_before_anything_runs(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        tune(tmp_path, "none", "--seeds", "3")
-    assert "--seeds 3: expected at least 4" in capsys.readouterr().err
-    assert not list(tmp_path.glob("runs/*"))
