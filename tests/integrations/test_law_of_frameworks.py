@@ -20,7 +20,7 @@ import pytest
 import torch
 from framework_runs import BATCHES, Plan
 from page_readers import beginning
-from pages import Snippet, snippets
+from pages import snippets
 from repository import DOCS
 from torch import nn
 from watched_runs import Watched, watched, watched_on_rank
@@ -204,15 +204,10 @@ def test_the_runs_tell_their_kinds_apart(runs):
         assert max(abs(a - b) for a, b in zip(plain, other, strict=True)) > 0.3
 
 
-@pytest.fixture
-def snippet(framework, tmp_path, monkeypatch) -> Snippet:
-    """What the framework's page in docs/frameworks/ shows."""
-    monkeypatch.chdir(tmp_path)  # there they write their checkpoints
+def test_the_snippet_of_the_page_trains(framework, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # there it writes its checkpoints
     page = "lightning" if framework == "fabric" else framework
-    return snippets(DOCS / "frameworks" / f"{page}.md")[framework == "fabric"]
-
-
-def test_the_snippet_of_the_page_trains(framework, snippet):
+    snippet = snippets(DOCS / "frameworks" / f"{page}.md")[framework == "fabric"]
     names = beginning(framework)
     modules = [value for value in names.values() if isinstance(value, nn.Module)]
     before = [copy.deepcopy(module.state_dict()) for module in modules]
