@@ -136,12 +136,6 @@ def test_with_auto_a_plain_script_is_in_half(command, tmp_path):
     assert "never called" not in done.stderr
 
 
-def test_auto_and_a_level_that_needs_the_model_are_refused(tmp_path, here):
-    write(tmp_path / "plain.py", PLAIN)
-    done = here("explain", "--auto", "--opt-level", "O2", "plain.py")
-    assert done.returncode == 2 and "--auto with opt level O2" in done.stderr
-
-
 def test_debug_of_a_healthy_run(tmp_path, here):
     write(tmp_path / "fine.py", PLAIN + "    raise SystemExit(3)\n")
     done = here("run", "--debug", "fine.py")

@@ -271,12 +271,11 @@ def test_a_scaler_of_its_own_follows_apexs_rule():
 # Several calls of initialize
 
 
-def session(amp, with_optimizer: bool, level="O2", **options):
+def session(amp, with_optimizer: bool, **options):
     model = nn.Linear(2, 2)
-    if not with_optimizer:
-        return amp.initialize(model, opt_level=level, verbosity=0, **options), None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    return model, optimizer
 
 
 def scale_in_use(amp, model, optimizer) -> float:
