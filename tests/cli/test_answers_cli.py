@@ -48,12 +48,8 @@ ABSORBED = """
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    return write(tmp_path / "train.py", TRAINING)
-
-
-def test_gradients_piped_as_json(script, tmp_path):
+def test_gradients_piped_as_json(tmp_path):
+    write(tmp_path / "train.py", TRAINING)
     words = "gradients --steps 3 --json --opt-level O2 train.py 10"
     done = python("-m", "ampatch", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -127,16 +127,6 @@ def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Ten
     return [torch.randn(shape, generator=data).to(dtype) for shape in ((3, 4), (5,), (), (0,))]
 
 
-@pytest.fixture
-def amp_C():
-    return importlib.import_module("amp_C")
-
-
-@pytest.fixture
-def multi_tensor_applier():
-    return importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
-
-
 def flag() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int)
 
@@ -144,10 +134,11 @@ def flag() -> torch.Tensor:
 @pytest.mark.parametrize(
     "dtype, out", [(torch.float32, torch.float16), (torch.float16, torch.float32)]
 )
-def test_scale(amp_C, multi_tensor_applier, dtype, out):
+def test_scale(dtype, out):
+    amp_C, applier = kernel("amp_C"), kernel("apex.multi_tensor_apply").multi_tensor_applier
     grads, noop = tensors(dtype), flag()
     outs = [torch.empty_like(grad, dtype=out) for grad in grads]
-    multi_tensor_applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
+    applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
     for grad, scaled in zip(grads, outs, strict=True):
         assert torch.equal(scaled, (grad.float() * (1 / 3)).to(out))
     amp_C.multi_tensor_scale(CHUNK, noop, [grads, grads], 2.0)  # in place
@@ -158,10 +149,11 @@ def test_scale(amp_C, multi_tensor_applier, dtype, out):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_l2norm(amp_C, multi_tensor_applier, dtype):
+def test_l2norm(dtype):
+    amp_C, applier = kernel("amp_C"), kernel("apex.multi_tensor_apply").multi_tensor_applier
     grads, noop = [tensor * 300 for tensor in tensors(dtype)], flag()  # squares: more than float16
     each = torch.stack([grad.double().norm() for grad in grads])
-    norm, none = multi_tensor_applier(amp_C.multi_tensor_l2norm, noop, [grads], False)
+    norm, none = applier(amp_C.multi_tensor_l2norm, noop, [grads], False)
     assert norm.shape == (1,) and norm.dtype is torch.float32 and none.numel() == 0
     torch.testing.assert_close(norm[0].double(), each.norm())
     norm, per_tensor = amp_C.multi_tensor_l2norm(CHUNK, noop, [grads], True)
@@ -171,7 +163,8 @@ def test_l2norm(amp_C, multi_tensor_applier, dtype):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_noted(amp_C, bad):
+def test_what_is_not_finite_is_noted(bad):
+    amp_C = kernel("amp_C")
     good = [torch.ones(2), torch.ones(2)]
     broken, outs = [torch.ones(2), torch.tensor([1.0, bad])], [torch.empty(2), torch.empty(2)]
 
@@ -187,8 +180,9 @@ def test_what_is_not_finite_is_noted(amp_C, bad):
     assert not noted(amp_C.multi_tensor_l2norm, [good])
 
 
-def test_they_are_the_same_within_a_session(amp, amp_C):
+def test_they_are_the_same_within_a_session(amp):
     """Functions in the tables do not cast what is in a list."""
+    amp_C = kernel("amp_C")
     expected = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     norms = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)

@@ -59,6 +59,8 @@ def test_a_name_taken_out_is_left_to_pytorch(amp):
     model, _ = start()
     assert functions.softmax(HALF, -1).dtype is torch.float16
     assert nn.Softmax(-1)(HALF).dtype is torch.float16
+    compiled = torch.compile(lambda x: functions.softmax(x, -1), backend="eager", fullgraph=True)
+    assert compiled(HALF).dtype is torch.float16
     assert functions.softmax(SINGLE, -1).dtype is torch.float32
     assert model(SINGLE).dtype is torch.float32
     assert functions.binary_cross_entropy(HALF, HALF).dtype is torch.float16
@@ -132,31 +134,6 @@ def test_wrong_edits_are_refused_before_anything_changes(amp):
     with pytest.raises(ampatch.AmpatchError, match="FP32_FUNCS"):
         start()
     assert not open_sessions()
-
-
-def test_registered_functions_of_torch_win_over_the_tables(amp):
-    half = [(torch, "einsum"), (torch, "softmax")]
-    single = [(functions, "conv2d"), (torch, "sigmoid"), (functions, "batch_norm")]
-    for place in half:
-        amp.register_half_function(*place)
-    for place in single:
-        amp.register_float_function(*place)
-    start()
-    image = torch.ones(1, 1, 3, 3).half()
-    assert torch.einsum("ij,jk->ik", SINGLE, SINGLE).dtype is torch.float16
-    assert torch.softmax(SINGLE, -1).dtype is torch.float16
-    assert functions.conv2d(image, image).dtype is torch.sigmoid(HALF).dtype is torch.float32
-    assert nn.BatchNorm1d(2)(HALF).dtype is torch.float32
-    ampatch.deactivate()
-    for place in (*half, *single):
-        ampatch.unregister_function(*place)
-
-
-def test_under_torch_compile_an_edit_counts(amp):
-    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
-    start()
-    compiled = torch.compile(lambda x: functions.softmax(x, -1), backend="eager", fullgraph=True)
-    assert compiled(HALF).dtype is torch.float16
 
 
 # Handles

@@ -199,12 +199,7 @@ def squares(model):
 
 HALVES = [{}] + [
     {"opt_level": level, "dtype": dtype, "loss_scale": 1024.0}
-    for level, dtype in (
-        ("O1", "float16"),
-        ("O1", "bfloat16"),
-        ("O2", "float16"),
-        ("O3", "bfloat16"),
-    )
+    for level, dtype in zip(("O1", "O1", "O2", "O3"), ("float16", "bfloat16") * 2)
 ]
 
 
