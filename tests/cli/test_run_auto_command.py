@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from run_command import ampatch_run, write
-from warm_python import python
+from run_command import write
+from warm_python import environment, python
 
 PLAIN = """
     import json, sys, torch
@@ -86,14 +86,11 @@ DDP = """
 """
 
 
-def run_plain(folder, *arguments):
-    done = python(*arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+AUTO = ("-m", "ampatch", "run", "--auto")
 
 
-def run_auto(folder, *arguments):
-    done = ampatch_run(folder, "--auto", *arguments)
+def run(folder, *arguments):
+    done = python(*arguments, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -104,14 +101,14 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("auto")
     write(folder / "plain.py", PLAIN)
     calls = {
-        "python": (run_plain, "plain.py"),
-        "float16": (run_auto, "--opt-level", "O1", "plain.py"),
-        "bfloat16": (run_auto, "--dtype", "bfloat16", "-m", "plain"),
-        "spawn": (run_auto, "plain.py", "1", "spawn"),
-        "fork": (run_auto, "plain.py", "1", "fork"),
+        "python": ["plain.py"],
+        "float16": [*AUTO, "--opt-level", "O1", "plain.py"],
+        "bfloat16": [*AUTO, "--dtype", "bfloat16", "-m", "plain"],
+        "spawn": [*AUTO, "plain.py", "1", "spawn"],
+        "fork": [*AUTO, "plain.py", "1", "fork"],
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
-        done = {name: pool.submit(run, folder, *words) for name, (run, *words) in calls.items()}
+        done = {name: pool.submit(run, folder, *words) for name, words in calls.items()}
         return {name: future.result() for name, future in done.items()}
 
 
@@ -135,7 +132,7 @@ def test_workers(results, way):
 def test_ranks_that_the_script_spawns(tmp_path):
     """Two backward passes a step, the first under no_sync, against the mean loss of both ranks."""
     write(tmp_path / "ranks.py", DDP)
-    (both, norm, seen) = run_auto(tmp_path, "--loss-scale", "1024", "ranks.py")
+    (both, norm, seen) = run(tmp_path, *AUTO, "--loss-scale", "1024", "ranks.py")
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)

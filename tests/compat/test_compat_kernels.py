@@ -122,8 +122,8 @@ def test_installed_kernels_stay(name, monkeypatch):
 CHUNK = 65536
 
 
-def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    data = torch.Generator().manual_seed(seed)
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    data = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=data).to(dtype) for shape in ((3, 4), (5,), (), (0,))]
 
 
