@@ -22,8 +22,7 @@ from ampatch.compat.apex.parallel.distributed import flat_dist_call
 MISSING = kernels.LOOKED_UP.split()
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
-SHAPES = (((2, 3, 8), (8,)), ((4, 2, 6), (2, 6)), ((5,), (5,)))
-"""Shapes of an input, and of what is normalized together."""
+SHAPES = (((2, 3, 8), (8,)), ((4, 2, 6), (2, 6)), ((5,), (5,)))  # of an input, of a norm's weight
 
 
 def kernel(name: str):

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from ampatch.integrations.lightning import AmpatchPrecision
 
+CHECKPOINT = "lightning.ckpt"
+
 
 class Training(pl.LightningModule):
     """The network is a part that `training_step` calls, as in most LightningModules."""
@@ -32,7 +34,7 @@ class Training(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if index + 1 == self.plan.stop_after:
-            self.trainer.save_checkpoint(_checkpoint(self.plan))
+            self.trainer.save_checkpoint(self.plan.folder / CHECKPOINT)
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> Any:
@@ -71,11 +73,7 @@ def run(plan: Plan) -> Run:
         enable_model_summary=False,
     )
     loader = Batches(batches().dataset, batch_size=BATCH)
-    trainer.fit(training, loader, ckpt_path=_checkpoint(plan) if plan.resume else None)
+    trainer.fit(training, loader, ckpt_path=str(plan.folder / CHECKPOINT) if plan.resume else None)
     scales = settings["plugins"][0].state_dict() if plan.precision == "ampatch" else {}
     scale = scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"]
     return Run(training.losses, training.net.state_dict(), scale)
-
-
-def _checkpoint(plan: Plan) -> str:
-    return str(plan.folder / "lightning.ckpt")

@@ -103,10 +103,6 @@ def trained(*args: Any, **options: Any) -> Trainer:
 
 bert()  # transformers gives torch.nn.Module a method of its own at the first model: let it
 
-REENTRANT = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-}
 VARIANTS = {
     "clipped": (bert, {"max_grad_norm": 0.1}),
     "items counted": (gpt2, {"gradient_accumulation_steps": 2, "max_steps": 4}),
@@ -116,7 +112,10 @@ VARIANTS = {
     "NEFTune": (gpt2, {"neftune_noise_alpha": 5.0}),
     "compiled": (bert, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "checkpointing": (gpt2, {"gradient_checkpointing": True}),
-    "reentrant": (gpt2, REENTRANT),
+    "reentrant": (
+        gpt2,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
 }
 QUICK = ("clipped", "items counted")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in QUICK]

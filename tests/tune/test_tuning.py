@@ -30,11 +30,6 @@ MODULES = ("stem", "body", "body.norm", "head")
 BY_LUCK = (0.3, 0.1, -0.05, 0.3, 0.3, 0.3)  # losses above O0's: three seeds do not show it
 
 
-def run(case, seed, is_good, above):
-    first = 0.5 + SPREAD * seed if is_good else math.nan
-    return trained(Trial(case, seed), [first] + [first + above[seed]] * 39)
-
-
 class Trials:
     """In the place of `Sweep`: a case trains well if one of the `cures` is in place, as does O0.
 
@@ -73,7 +68,8 @@ class Trials:
         is_good = self.has(case, self.cures)
         if not is_good and self.has(case, self.lucky):
             is_good, above = True, BY_LUCK
-        return run(case, seed, is_good, above)
+        first = 0.5 + SPREAD * seed if is_good else math.nan
+        return trained(Trial(case, seed), [first] + [first + above[seed]] * 39)
 
     def run(self, progress=None):
         return self
