@@ -54,8 +54,8 @@ def torch_layout(
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
-    `optimizer` will load the state.  `is_in_half` returns whether the model computes with half copies
-    of a parameter: apex had master weights of these.  A state in torch's layout, or of an optimizer
+    `optimizer` will load the state.  `is_in_half` returns whether the model computes with half
+    copies of a parameter: apex had master weights of these.  A state in torch's layout, or of an optimizer
     that is not torch's, is returned unchanged.  Raises `ValueError` if apex's masters do not fit.
     """
     values: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +99,7 @@ def _master_values(
         params = group["params"]
         if len(params) != len(
             tensors
-        ):  # apex saved none of the parameters that were FP32 in the model
+        ):  # without those that were FP32 in the model
             params = [param for param in params if is_in_half(param)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         expected = [tuple(param.shape) for param in params]

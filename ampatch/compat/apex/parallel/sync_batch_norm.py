@@ -87,7 +87,7 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """Replace every BatchNorm of a model by a `SyncBatchNorm` with the same parameters.
 
-    Submodules are replaced in place.  If `module` itself is a BatchNorm, its replacement is returned.
+    Submodules are replaced in place.  Returns `module`, or its replacement if it is a BatchNorm.
     """
     converted = module
     if isinstance(module, BATCH_NORMS) and not isinstance(module, INSTANCE_NORMS):
