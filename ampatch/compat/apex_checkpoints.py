@@ -55,8 +55,9 @@ def torch_layout(
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
     `optimizer` will load the state.  `is_in_half` returns whether the model computes with half
-    copies of a parameter: apex had master weights of these.  A state in torch's layout, or of an optimizer
-    that is not torch's, is returned unchanged.  Raises `ValueError` if apex's masters do not fit.
+    copies of a parameter: apex had master weights of these.  A state in torch's layout, or of an
+    optimizer that is not torch's, is returned unchanged.  Raises `ValueError` if apex's masters do
+    not fit.
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
@@ -97,9 +98,7 @@ def _master_values(
     values: list[tuple[Tensor, Tensor]] = []
     for number, (tensors, group) in enumerate(_pairs_of_groups(saved, groups, _MASTERS)):
         params = group["params"]
-        if len(params) != len(
-            tensors
-        ):  # without those that were FP32 in the model
+        if len(params) != len(tensors):  # without those that were FP32 in the model
             params = [param for param in params if is_in_half(param)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         expected = [tuple(param.shape) for param in params]
