@@ -22,7 +22,7 @@ def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
     script, with exit code 1.
     """
     from ampatch.diagnose.nonfinite import Debugger
-    from ampatch.diagnose.running import EndAtFinding
+    from ampatch.diagnose.run_steps import EndAtFinding
 
     with Debugger(None, stop_at, is_logged=False) as debugger:
         end = EndAtFinding(debugger)
@@ -40,7 +40,7 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             f"ampatch: passed over overflows in {counted(len(passed_over), 'step')}, because a "
             "smaller loss scale cures them (--stop-at any stops there)."
         )
-        yield from (f"  {report.in_short()}" for report in passed_over[:SHOWN])
+        yield from (f"  {report.one_line()}" for report in passed_over[:SHOWN])
         if len(passed_over) > SHOWN:
             yield f"  ... and {len(passed_over) - SHOWN} more"
     if unseen:
