@@ -40,7 +40,7 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             f"ampatch: passed over overflows in {counted(len(passed_over), 'step')}, because a "
             "smaller loss scale cures them (--stop-at any stops there)."
         )
-        yield from (f"  {report.one_line()}" for report in passed_over[:MAX_SHOWN])
+        yield from (f"  {report.in_short()}" for report in passed_over[:MAX_SHOWN])
         if len(passed_over) > MAX_SHOWN:
             yield f"  ... and {len(passed_over) - MAX_SHOWN} more"
     if unseen:

@@ -23,7 +23,7 @@ EXTRAS = (
     "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy",
     "ray", "tensorboard", "wandb",
 )  # fmt: skip
-_ORDER = ("float16", "bfloat16", "float32")  # float32 against itself shows the noise of the machine
+_ORDER = ("float16", "bfloat16", "float32")  # float32 shows the noise
 _SPEEDS = (
     "\nSpeed relative to FP32, forward and backward, with the range of three measurements.\n"
     "Above 1 is faster. A difference under 10 %, or a range that includes 1, is a tie."
@@ -95,9 +95,8 @@ def facts() -> dict[str, Any]:
     from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
     from ampatch.diagnose.tables import content
 
-    others = sorted(
-        name for name in os.environ if name.startswith("AMPATCH_")
-    )  # also misspelt names
+    # Misspelt names are shown too.
+    others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     apex = importlib.util.find_spec("apex")
     variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *others))
     return {

@@ -93,22 +93,21 @@ def _option_like(word: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known, 0.75).replace('"', '"--', 1)
 
 
-def _unrecognized(arguments: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
+def _unrecognized(words: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
     known = {*re.findall(r"--([\w-]+)", options.parser.format_help())} - {"help"}
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
-    if arguments[0] in WITH_SEPARATOR:
+    if words[0] in WITH_SEPARATOR:
         remaining, recognized = list(unknown), []
-        for word in arguments:
+        for word in words:
             if remaining[:1] == [word]:
                 remaining.pop(0)
             else:
                 recognized.append(word)
-        before = arguments[: arguments.index(unknown[0])]
-        follows_script = {"-m", options.script}.intersection(before)
+        follows_script = {"-m", options.script}.intersection(words[: words.index(unknown[0])])
         line = shlex.join([*recognized, "--", *unknown]) if follows_script else ""
         message += "\nPut -- before the script's own arguments: ampatch "
-        message += line or f"{arguments[0]} SCRIPT -- ARGUMENTS"
+        message += line or f"{words[0]} SCRIPT -- ARGUMENTS"
     return message
 
 

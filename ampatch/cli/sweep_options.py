@@ -42,18 +42,16 @@ def add_options(
     return later
 
 
-def construct(
-    options: argparse.Namespace, make: Callable[..., Task], **further_options: Any
-) -> Task:
+def construct(options: argparse.Namespace, make: Callable[..., Task], **added: Any) -> Task:
     """Call `make` with the script and the options; errors end the command."""
     program = program_of(options)
     for option in command_options():
         if option.name in vars(options):
             value = getattr(options, option.name)
-            further_options[option.name] = dict(value) if option.default_factory is dict else value
+            added[option.name] = dict(value) if option.default_factory is dict else value
     parser: argparse.ArgumentParser = options.parser
     try:
-        return make(program.name, options.arguments, module=program.is_module, **further_options)
+        return make(program.name, options.arguments, module=program.is_module, **added)
     except OSError as error:
         parser.error(cause(error))
     except (ImportError, ValueError) as error:

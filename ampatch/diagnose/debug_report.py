@@ -81,7 +81,7 @@ class Report:
             lines.append(f"{label}: {', '.join(self.parameters[:MAX_NAMES])}{rest}.")
         return " ".join(filter(None, [*lines, self.advice]))
 
-    def one_line(self) -> str:
+    def in_short(self) -> str:
         """Step, loss scale, value and operator, for a list."""
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale:g}"
         return f"step {self.step}{scale}: {self.value} {self._made_by()}"
