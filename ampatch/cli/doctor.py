@@ -95,10 +95,9 @@ def facts() -> dict[str, Any]:
     from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
     from ampatch.diagnose.tables import content
 
-    # Misspelt names are shown too.
-    others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
+    with_misspelt = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     apex = importlib.util.find_spec("apex")
-    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *others))
+    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *with_misspelt))
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},
