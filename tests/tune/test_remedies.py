@@ -15,17 +15,17 @@ from ampatch.config.opt_levels import properties_for
 from ampatch.config.overrides import named
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
-from ampatch.tune.remedies import Remedy, case, globs_for, line, possible
-from ampatch.tune.search import most_trials, smallest
+from ampatch.tune.module_call import CallErrors
+from ampatch.tune.remedies import Remedy, case, globs_for, line, possible_remedies
+from ampatch.tune.search import max_trials, smallest_passing_set
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Sample
 
 PATHS = ["stem", "body", "body.0", "body.0.norm", "body.1", "body.1.norm", "head"]
 
 
 def findings(eps=(1e-8,), **errors):
     modules = [
-        Sensitivity(path, "Linear", (Sample(error, 0.0, 0.0, 0.0),))
+        Sensitivity(path, "Linear", (CallErrors(error, 0.0, 0.0, 0.0),))
         for path, error in errors.items()
     ]
     return Findings(100, modules=modules, paths=PATHS, eps=list(eps))
@@ -34,7 +34,10 @@ def findings(eps=(1e-8,), **errors):
 def names(level, half, eps=(1e-8,), **settings):
     properties = dataclasses.asdict(properties_for(level, half, **settings))
     properties = {name: str(value) for name, value in properties.items()}
-    return [str(remedy) for remedy in possible(findings(eps, stem=0.1, head=0.5), properties, half)]
+    return [
+        str(remedy)
+        for remedy in possible_remedies(findings(eps, stem=0.1, head=0.5), properties, half)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_a_candidate_is_a_row_with_its_settings_and_globs():
 def test_eps_is_none_of_initializes_settings():
     row = case(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
     assert "eps=0.001" in row.label and "AMPATCH_SETTINGS" not in row.environment
-    assert "eps=0.001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+    assert "eps=0.001 as an argument" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
 
 
 @pytest.mark.parametrize("name", ("ampatch", "framework"))  # there already, or by the sweep alone
@@ -161,7 +164,7 @@ def test_what_is_needed_is_found_exactly_wherever_it_stands(size, faults):
     choose = random.Random(size * faults)
     for _ in range(40):
         needed, tried = set(choose.sample(range(size), min(faults, size))), []
-        result = smallest(range(size), noting(tried, needed), limit=size + 99)
+        result = smallest_passing_set(range(size), noting(tried, needed), limit=size + 99)
         assert result.passes and result.is_decided
         assert set(result.needed) == needed
         assert len(set(tried)) == len(tried) == result.trials  # none twice
@@ -172,21 +175,21 @@ def test_likely_remedies_are_found_within_the_default_number(size):
     """Faults among the most sensitive modules: at most about 2 log2(n) candidates."""
     for first, second in itertools.product(range(5), repeat=2):
         needed = {first, second}
-        result = smallest(range(size), needed.issubset, most_trials(size))
+        result = smallest_passing_set(range(size), needed.issubset, max_trials(size))
         assert set(result.needed) == needed and result.is_decided
-        assert result.trials <= most_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
+        assert result.trials <= max_trials(size) <= 2 * math.ceil(math.log2(size + 1)) + 8
 
 
 def test_where_not_even_all_pass_there_is_nothing_needed():
-    result = smallest(range(16), lambda chosen: False, limit=99)
+    result = smallest_passing_set(range(16), lambda chosen: False, limit=99)
     assert not result.passes and result.is_decided and result.needed == ()
     assert result.trials == 5  # 1, 2, 4, 8 and 16 in place
 
 
 def test_where_the_trials_end_the_best_candidate_is_the_answer_and_says_so():
     needed = {40, 90, 95}
-    result = smallest(range(100), needed.issubset, limit=12)
+    result = smallest_passing_set(range(100), needed.issubset, limit=12)
     assert result.passes and not result.is_decided and result.trials == 12
     assert needed < set(result.needed) and len(result.needed) < 100
-    result = smallest(range(100), needed.issubset, limit=3)  # none has passed
+    result = smallest_passing_set(range(100), needed.issubset, limit=3)  # none has passed
     assert not result.passes and not result.is_decided

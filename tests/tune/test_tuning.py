@@ -20,10 +20,10 @@ from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
 from ampatch.tune.answer import Answer
+from ampatch.tune.module_call import CallErrors
 from ampatch.tune.probe import ProbeOptions
 from ampatch.tune.report import summary, table_rows, troubles, write_terminal
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Sample
 
 SPREAD = 0.01  # between seeds
 MODULES = ("stem", "body", "body.norm", "head")
@@ -50,7 +50,7 @@ class Trials:
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
-            sample = Sample(0.1, 0.1, 0.0, 0.0)
+            sample = CallErrors(0.1, 0.1, 0.0, 0.0)
             modules = [Sensitivity(path, "Linear", (sample,)) for path in MODULES]
             findings = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             findings.write(Path(asked.file))
@@ -90,7 +90,7 @@ def tuned(monkeypatch, tmp_path):
     def tune(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
-        monkeypatch.setattr("ampatch.tune.trials.Sweep", trials)
+        monkeypatch.setattr("ampatch.tune.candidate_sweep.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 
@@ -274,7 +274,7 @@ def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
 
 # What the terminal says of an answer and of its modules
 
-SAMPLE = Sample(1e-3, 1e-2, 0.0, 0.0)
+SAMPLE = CallErrors(1e-3, 1e-2, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
     ],
 )
 def test_shares_are_percents_that_can_be_read(share, text):
-    head = Sensitivity("head", "Linear", (Sample(1e-3, 1e-2, share, share),))
+    head = Sensitivity("head", "Linear", (CallErrors(1e-3, 1e-2, share, share),))
     row = next(table_rows(Answer("t.py", "O2", "float16", "passes", modules=[head])))
     assert row[4:6] == (text, text)
 
