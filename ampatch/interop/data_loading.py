@@ -13,12 +13,12 @@ from ..torch_private.data_loading import PREPARING
 
 def replacements(state: CastState) -> list[Patch]:
     """The replacements.  A managed model that a dataset calls still casts."""
-    return [(owner, name, lambda fn: _casts_off(fn, state)) for owner, name in PREPARING]
+    return [(owner, name, lambda fn: _without_casts(fn, state)) for owner, name in PREPARING]
 
 
-def _casts_off(original: Callable, state: CastState) -> Callable:
+def _without_casts(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        return state.casts_off(original, *args, **kwargs)
+        return state.call_without_casts(original, *args, **kwargs)
 
     return prepare

@@ -71,7 +71,7 @@ def _script(original: Callable, state: CastState) -> Callable:
     ) -> Any:
         with own_frame.without_frames(obj) if isinstance(obj, nn.Module) else nullcontext():
             compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
-        if state.current() is not None and not _is_of_torch(obj):
+        if state.current_policy() is not None and not _is_of_torch(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled
 

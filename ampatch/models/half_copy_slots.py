@@ -22,10 +22,10 @@ from .. import native
 from ..casting.half_copies import Buckets, cast_weights
 from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
+from ..torch_private.devices import has_values, is_stream_capturing
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
 
@@ -125,7 +125,7 @@ class WeightSlots:
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
-        self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
+        self.parameters += [weight for bucket in self.buckets.buckets for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         # For each slot the index of its parameter.
         self._parameter_indices = [order[id(weight)] for weight in weights]
@@ -157,7 +157,7 @@ class WeightSlots:
         tensor.  What the user's code has put in a slot stays.
         """
         columns = self._dicts, self._names, self._parameter_indices
-        if not exchange_entries(*columns, tensors, instead_of):
+        if not set_entries(*columns, tensors, instead_of):
             assert instead_of is not None
             present = zip(self.present(), self._parameter_indices, strict=True)
             self.put_by_slot([tensors[i] if old is instead_of[i] else old for old, i in present])
@@ -185,14 +185,14 @@ def _columns(entries: Sequence[tuple[dict, str, Any]]) -> tuple[list[dict], list
     return tuple(map(list, zip(*entries, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
-def exchange_entries(
+def set_entries(
     dicts: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
 ) -> bool:
     """Set each entry `dicts[i][names[i]]` to `new[sources[i]]`.
 
     With `old`: only if every entry is `old[sources[i]]` now.  Returns whether it was done.
 
-    In C++: `exchange_entries` of `weights.h`.
+    In C++: `set_entries` of `weights.h`.
     """
     if old is not None:
         present, expected = map(dict.get, dicts, names), map(old.__getitem__, sources)
@@ -213,7 +213,7 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
 
 if native.part is not None:
-    exchange_entries = native.part.exchange_entries
+    set_entries = native.part.set_entries
 
 
 def make_half_copies(
@@ -223,16 +223,16 @@ def make_half_copies(
     if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
         with torch.inference_mode(False), torch.no_grad():
             return make_half_copies(weight_slots, dtype, own_nodes)
-    if is_recording():
+    if is_traced_or_transformed():
         return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
     for weights in weight_slots.rnn_weights:
-        copies += cast_weights(weights, dtype, in_one_buffer=True)
-    together = weight_slots.buckets.to_cast()
+        copies += cast_weights(weights, dtype, in_one_storage=True)
+    together = weight_slots.buckets.lists_to_cast()
     for weights in together:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
     if len(copies) == len(weight_slots.parameters) and len(together) == len(
-        weight_slots.buckets.all
+        weight_slots.buckets.buckets
     ):
         return copies
     cast = [weight for weights in (*weight_slots.rnn_weights, *together) for weight in weights]
@@ -280,7 +280,7 @@ class SlotCopies:
         self._versions[count:] = [copy._version]
         self.copies.append(copy)
 
-    def float_of(self, copy: Tensor) -> Tensor | None:
+    def fp32_weight_of(self, copy: Tensor) -> Tensor | None:
         """The FP32 weight with the values of `copy`; None if the forward wrote into `copy`."""
         index = self._index_of(copy)
         if (
@@ -297,7 +297,7 @@ class SlotCopies:
         index = self._index_of(copy)
         if index is None or index in self._recorded_values:
             return
-        if has_values(copy.device) and not is_captured(copy):
+        if has_values(copy.device) and not is_stream_capturing(copy):
             self._recorded_values[index] = local_of(copy).detach().clone()
 
     def write_back(self, writes: ForwardWrites) -> None:

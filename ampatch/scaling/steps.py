@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
-from ..torch_private.devices import AsyncCopy, is_captured
+from ..torch_private.devices import AsyncCopy, is_stream_capturing
 from .gradients import Gradients
 from .unscaling import real_values
 
@@ -94,7 +94,7 @@ class StepCounter:
 
     def _read_copy(self, on_device: Tensor, limit: int) -> StepCounts | None:
         self._since_copy += 1
-        if is_captured(on_device):
+        if is_stream_capturing(on_device):
             return None
         if self._copy is None and self._since_copy >= limit // 4:
             self._copy = AsyncCopy(on_device)
@@ -113,11 +113,11 @@ def _counts(numbers: list[float]) -> StepCounts:
 class SessionForReports(Protocol):
     """What the messages about steps need of the session."""
 
-    max_skips: int  # skips in a row that are logged as an error
+    max_consecutive_skips: int  # skips in a row that are logged as an error
     last_loss: Callable[[], Tensor | None]  # that of the last block, if it is still in use
 
     @property
-    def wants_blocks(self) -> bool:
+    def requires_scale_loss_blocks(self) -> bool:
         """Whether steps are to come after `scale_loss`."""
 
     def parameter_names(self) -> dict[int, str]:
@@ -146,9 +146,12 @@ class StepReports:
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
-        if (unreported := self._counter.unreported(session.max_skips)) is not None:
+        if (unreported := self._counter.unreported(session.max_consecutive_skips)) is not None:
             self._log_skipped(*unreported, session)
-        if not (self._gradients.had_block or self._has_warned_of_no_block) and session.wants_blocks:
+        if (
+            not (self._gradients.had_block or self._has_warned_of_no_block)
+            and session.requires_scale_loss_blocks
+        ):
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...
@@ -183,7 +186,7 @@ class StepReports:
                 "scale cures it. To see where: ampatch run --debug SCRIPT, or "
                 "ampatch.debug(model)."
             )
-        if streak >= session.max_skips > streak - new and is_left_over:
+        if streak >= session.max_consecutive_skips > streak - new and is_left_over:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
@@ -192,7 +195,7 @@ class StepReports:
                 _LEFT_OVER,
                 self._nonfinite_grads(session.parameter_names()),
             )
-        elif streak >= session.max_skips > streak - new:
+        elif streak >= session.max_consecutive_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
