@@ -33,7 +33,9 @@ from .plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_matched: set[Any] = set()  # keys of overrides that have matched a submodule in this process
+_matched_override_keys: set[Any] = (
+    set()
+)  # keys of overrides that have matched a submodule in this process
 
 
 class _UnmatchedOverride:
@@ -52,7 +54,7 @@ class _UnmatchedOverride:
 
     def on_step_begin(self, optimizer: object) -> None:
         self._stop_observing()
-        if self._key not in _matched:
+        if self._key not in _matched_override_keys:
             raise ValueError(
                 f"--overrides or AMPATCH_OVERRIDES: {self._key!r} matches no submodule of any "
                 f"model that ampatch.initialize got. {self._expected}"
@@ -62,7 +64,7 @@ class _UnmatchedOverride:
 # The arguments
 
 
-def known_names(function: Callable[P, T]) -> Callable[P, T]:
+def refuse_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: the `TypeError` for an unknown argument suggests the right name."""
     names = inspect.signature(function).parameters
 
@@ -157,8 +159,8 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
             )
         if properties.cast_model_type is None:
             continue
-        _, stays_float = precisions(model, overrides.modules, properties)
-        cast_by_fsdp = checked_shards(model, properties, stays_float)
+        _, stays_fp32 = precisions(model, overrides.modules, properties)
+        cast_by_fsdp = checked_shards(model, properties, stays_fp32)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
                 f"{user_call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} "
@@ -265,7 +267,7 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
     overrides, properties = plan.overrides, plan.properties
     for key, precision in overrides.modules:
         if any(overridden_submodules(model, [(key, precision)]) for model in models):
-            _matched.add(key)
+            _matched_override_keys.add(key)
             continue
         shown = key if isinstance(key, str) else key.__name__
         names = [name for model in models for name, _ in model.named_modules() if name]

@@ -63,7 +63,7 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
-@argument_checks.known_names
+@argument_checks.refuse_unknown_arguments
 def initialize(
     models: nn.Module | Sequence[nn.Module],
     optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
@@ -189,7 +189,7 @@ def initialize(
     with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
-    logger.info("Initialized:%s", plan.properties.in_lines())
+    logger.info("Initialized:%s", plan.properties.format_settings())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
     native.log_gain_of_a_build()
@@ -256,7 +256,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """
     user_call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, user_call)
-    session = _session_of(listed)
+    session = _session_for_optimizers(listed)
     new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
         models = [managed.model for managed in session.models]
@@ -269,7 +269,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
-def _session_of(optimizers: list[Any]) -> Session:
+def _session_for_optimizers(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters, else the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

@@ -81,7 +81,7 @@ class Call:
     autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
     swap: Swap | None = None  # the swap that put half copies into the slots of weights
     traced_swap: TracedSlots | None = None  # the slots that got half copies where Dynamo traces
-    removed_frames: SubmoduleFrames | None = None  # the frames of submodules that it took out
+    suspended_frames: SubmoduleFrames | None = None  # the frames of submodules that it took out
     input_casts: InputCasts | None = None  # the casts of inputs, into which the forward may write
 
 
@@ -213,8 +213,8 @@ class CastState:
         inner = None
         while inner is not call:
             inner = stack[-1]
-            if inner.removed_frames is not None:
-                inner.removed_frames.put_back()
+            if inner.suspended_frames is not None:
+                inner.suspended_frames.resume()
             if inner.swap is not None:
                 inner.swap.swap_out()
             if inner.traced_swap is not None:
@@ -373,10 +373,10 @@ class CastState:
                 swaps.append(call.swap)
         return swaps
 
-    def float_of(self, copy: Any) -> Any:
+    def fp32_weight_of(self, copy: Any) -> Any:
         """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
         for swap in self.swaps():
-            if (weight := swap.slot_copies.float_of(copy)) is not None:  # type: ignore[union-attr]
+            if (weight := swap.slot_copies.fp32_weight_of(copy)) is not None:  # type: ignore[union-attr]
                 return weight
         return copy
 

@@ -85,18 +85,18 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
             result_dtype = widest_dtype(args, kwargs, _ALL_DEVICES_POLICY)
         if result_dtype is None or result_dtype is to:
             return function(*args, **kwargs)
-        float_kwargs = {name: float_of(arg) for name, arg in kwargs.items()}
+        float_kwargs = {name: fp32_weight_of(arg) for name, arg in kwargs.items()}
         cast_args, cast_kwargs = cast_arguments(
-            map(float_of, args), float_kwargs, to, _ALL_DEVICES_POLICY
+            map(fp32_weight_of, args), float_kwargs, to, _ALL_DEVICES_POLICY
         )
         result = function(*cast_args, **cast_kwargs)
         if is_in_place:
             return first_argument(args, kwargs).copy_(result)
         return cast(result, result_dtype, _ALL_DEVICES_POLICY)
 
-    def float_of(value: Any) -> Any:
+    def fp32_weight_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and thread_calls.stack:
-            return state.float_of(value) if value.numel() >= LARGE_WEIGHT else value
+            return state.fp32_weight_of(value) if value.numel() >= LARGE_WEIGHT else value
         return value
 
     return run_in_fp32

@@ -35,22 +35,22 @@ import torch
 from ..errors import did_you_mean
 from ..log import logger
 from .opt_levels import (
-    ARGUMENTS,
     LEVELS_IN_WORDS,
-    OF_MODELS,
+    MODEL_SETTINGS,
+    SETTING_ARGUMENTS,
     Properties,
+    did_you_mean_level,
     half_dtype,
     level_name,
     loss_scale_value,
-    meant_level,
     properties_for,
 )
 from .overrides import PRECISIONS
 from .overrides import read as read_overrides
 from .validation import word
 
-OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
-OF_TRIALS = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
+PROCESS_VARIABLES = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
+TRIAL_VARIABLES = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     """A message for each variable whose name is nearly one of ours."""
-    known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
+    known = (*VARIABLES, *PROCESS_VARIABLES, *TRIAL_VARIABLES)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
     hints = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
     return [
@@ -90,7 +90,7 @@ def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dic
     warning.
     """
     level = replacing.get("opt_level", script["opt_level"])
-    reset = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
+    reset = dict.fromkeys(MODEL_SETTINGS if level != script["opt_level"] else ())
     dropped = [name for name in reset if script[name] is not None]
     if dropped:
         logger.warning(
@@ -133,7 +133,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, LEVELS_IN_WORDS, meant_level(text.strip()))
+    return _checked(name, text, level_name, LEVELS_IN_WORDS, did_you_mean_level(text.strip()))
 
 
 def dtype(name: str, text: str) -> torch.dtype:
@@ -172,7 +172,7 @@ def _settings(name: str, text: str) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
-    known = [*ARGUMENTS, "overrides"]
+    known = [*SETTING_ARGUMENTS, "overrides"]
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(
             f"{name}: {', '.join(unknown)}: no such setting. Expected names among "

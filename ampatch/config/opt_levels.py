@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import did_you_mean
 from ..log import ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
-from .scale_settings import SETTINGS, ScaleSettings, invertible
+from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
 from .validation import positive_number, truth_value, whole_number, word
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -63,11 +63,11 @@ class Properties:
     allow_banned: bool = True
     patch_scope: str = "model"
 
-    def in_lines(self) -> str:
+    def format_settings(self) -> str:
         """The level's settings, and others that are not the default, a line for each."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        of_level = ("opt_level", "dtype", *OF_LEVELS)
-        values = {name: value for name, value in vars(self).items() if name in of_level}
+        level_names = ("opt_level", "dtype", *LEVEL_SETTINGS)
+        values = {name: value for name, value in vars(self).items() if name in level_names}
         values |= {name: value for name, value in vars(self).items() if value != defaults[name]}
         return "".join(f"\n  {name:<21} {value}" for name, value in values.items())
 
@@ -93,10 +93,10 @@ class Properties:
     @property
     def scale_settings(self) -> ScaleSettings:
         """The settings of a dynamic loss scale."""
-        return ScaleSettings(**{name: getattr(self, name) for name in SETTINGS})
+        return ScaleSettings(**{name: getattr(self, name) for name in SCALE_SETTING_NAMES})
 
 
-def level(name: str, dtype: torch.dtype) -> Properties:
+def level_defaults(name: str, dtype: torch.dtype) -> Properties:
     """The defaults of opt level `name` ("O0" to "O3") for the half dtype `dtype`."""
     scale: str | float = "dynamic" if dtype is torch.float16 else 1.0
     return {
@@ -126,11 +126,16 @@ LEVELS_IN_WORDS = (
 )
 
 # What an opt level decides unless an argument does; None means "as the level has it".
-OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
-OF_LEVELS = (*OF_MODELS, "loss_scale")
+MODEL_SETTINGS = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+)
+LEVEL_SETTINGS = (*MODEL_SETTINGS, "loss_scale")
 
 # The other arguments of `initialize` that are settings.
-ARGUMENTS = tuple(
+SETTING_ARGUMENTS = tuple(
     field.name
     for field in dataclasses.fields(Properties)
     if field.name not in ("opt_level", "dtype")
@@ -140,21 +145,21 @@ ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) -> Properties:
     """The checked `Properties` for an opt level and the user's other settings.
 
-    A setting None means "as the level has it" for those in `OF_LEVELS`, and the default for those
+    A setting None means "as the level has it" for those in `LEVEL_SETTINGS`, and the default for those
     of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming the argument.
     """
     name, half = level_name(opt_level), half_dtype(dtype)
     if name in _BFLOAT16_LEVELS:
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
-    defaults = level(name, half)
-    scale = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+    defaults = level_defaults(name, half)
+    scale = {key: settings[key] for key in SCALE_SETTING_NAMES if settings.get(key) is not None}
     checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
-        key: _CHECKS[key](_user_call(key, value), value)
+        key: _VALIDATORS[key](_user_call(key, value), value)
         for key, value in settings.items()
-        if not (key in SETTINGS or (value is None and key in OF_LEVELS))
+        if not (key in SCALE_SETTING_NAMES or (value is None and key in LEVEL_SETTINGS))
     }
     properties = dataclasses.replace(defaults, **checked)
-    _check_together(properties, settings)
+    _refuse_contradictions(properties, settings)
     return properties
 
 
@@ -168,12 +173,12 @@ def level_name(value: Any) -> str:
     if value not in (*LEVELS, *_BFLOAT16_LEVELS):
         raise ValueError(
             f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-            f"Expected {LEVELS_IN_WORDS}.{meant_level(value)}"
+            f"Expected {LEVELS_IN_WORDS}.{did_you_mean_level(value)}"
         )
     return str(value)
 
 
-def meant_level(value: Any) -> str:
+def did_you_mean_level(value: Any) -> str:
     """`' Did you mean "O1"?'` for o1 and 01, else ''."""
     text = str(value)
     meant = text.upper().replace("0", "O", text.startswith("0"))
@@ -202,7 +207,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
 def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
     user_call = _user_call("dtype", value)
-    dtype = _float_dtype(user_call, value)
+    dtype = _supported_dtype(user_call, value)
     if dtype not in HALF_DTYPES:
         raise ValueError(
             f"{user_call}: dtype is the half dtype. "
@@ -219,7 +224,7 @@ def loss_scale_value(what: str, value: Any) -> str | float:
     return invertible(positive_number(what, value, expected, or_text=True))
 
 
-def _float_dtype(user_call: str, value: Any) -> torch.dtype:
+def _supported_dtype(user_call: str, value: Any) -> torch.dtype:
     """A floating dtype of 32 bits or fewer from a dtype or its name."""
     dtype = value
     if isinstance(value, str):
@@ -235,12 +240,12 @@ def _float_dtype(user_call: str, value: Any) -> torch.dtype:
 
 def _model_type(user_call: str, value: Any) -> torch.dtype | None:
     """A floating dtype; None for False, apex's word for a model that is not cast."""
-    return None if value is False else _float_dtype(user_call, value)
+    return None if value is False else _supported_dtype(user_call, value)
 
 
 _count = functools.partial(whole_number, least=1)
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
     "enabled": truth_value,
     "cast_model_type": _model_type,
     "patch_torch_functions": truth_value,
@@ -248,7 +253,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "master_weights": truth_value,
     "loss_scale": loss_scale_value,
     "cast_model_outputs": lambda user_call, value: (
-        value if value is None else _float_dtype(user_call, value)
+        value if value is None else _supported_dtype(user_call, value)
     ),
     "num_losses": _count,
     "verbosity": functools.partial(whole_number, least=0),
@@ -262,7 +267,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
+def _refuse_contradictions(properties: Properties, settings: dict[str, Any]) -> None:
     """Raise `ValueError` for settings that contradict each other."""
     user_call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 

@@ -23,7 +23,7 @@ from ..torch_private.probes import has_compiled_backward
 
 def replacements(
     record_wanted_grads: Callable[[list[Tensor]], bool],
-    pass_begins: Callable[[Any], Callable[[], None] | None],
+    start_pass_check: Callable[[Any], Callable[[], None] | None],
 ) -> list[Patch]:
     """The replacements.
 
@@ -31,7 +31,7 @@ def replacements(
     returns whether existing graphs may cast them in one node with other weights.  Then the pass
     also runs through the layers of these other weights.  Under torch.autocast it would not, and
     would leave their buffers alone, so here it retains the graph.
-    `pass_begins(tensors)` is called before a pass from these that adds to gradients.  It returns a
+    `start_pass_check(tensors)` is called before a pass from these that adds to gradients.  It returns a
     function to call after the pass, or None.
     """
 
@@ -73,7 +73,7 @@ def replacements(
                 if inputs is not None:
                     tensors, inputs = _as_tuple(tensors), _as_tuple(inputs)
                     retain_graph = retain_for(tensors, inputs, retain_graph)
-                after_pass = pass_begins(tensors)
+                after_pass = start_pass_check(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             if after_pass is not None:
                 after_pass()

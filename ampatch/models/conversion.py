@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
 from ..torch_private.dtensors import exchange_data
-from .half_copy_slots import StaysFloat
-from .module_overrides import has_statistics
+from .half_copy_slots import StaysFP32
+from .module_overrides import is_batch_or_instance_norm
 
 _data_property: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
 
@@ -40,10 +40,10 @@ class ConvertedWeights:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         excluded: Collection[int] = (),
     ) -> None:
-        """Convert a model's FP32 and half parameters in place, to FP32 where `stays_float`.
+        """Convert a model's FP32 and half parameters in place, to FP32 where `stays_fp32`.
 
         FP32 buffers stay as they are, except the statistics of a norm: its kernels need them in the
         dtype of its weights.  Tensors shared between modules are converted once, and parameters
@@ -51,12 +51,12 @@ class ConvertedWeights:
         """
         by_memory: dict[tuple, Tensor] = {}  # converted data
         for module in model.modules():
-            target = torch.float32 if stays_float(module) else dtype
+            target = torch.float32 if stays_fp32(module) else dtype
             tensors: list[Tensor] = list(module.parameters(recurse=False))
             tensors += [
                 buffer
                 for buffer in module.buffers(recurse=False)
-                if buffer.dtype is not torch.float32 or has_statistics(module)
+                if buffer.dtype is not torch.float32 or is_batch_or_instance_norm(module)
             ]
             for tensor in tensors:
                 dtype_before, key = tensor.dtype, id(tensor)
@@ -65,7 +65,7 @@ class ConvertedWeights:
                     continue
                 data = _data_property.__get__(tensor)
                 self.entries[key] = Converted(tensor, dtype_before, data, tensor.grad)
-                memory = (*_memory(data), target)
+                memory = (*_memory_key(data), target)
                 set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:
             _flatten_rnns(model)
@@ -105,7 +105,7 @@ def _restore(entry: Converted) -> None:
         set_data(tensor, tensor.detach().to(dtype))
 
 
-def _memory(data: Tensor) -> tuple:
+def _memory_key(data: Tensor) -> tuple:
     """Equal for tensors that are the same numbers in the same memory."""
     if type(data) is not Tensor or data.layout is not torch.strided or not data.data_ptr():
         return (id(data),)

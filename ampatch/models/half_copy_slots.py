@@ -29,7 +29,7 @@ from ..torch_private.probes import is_recording
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
 
-StaysFloat = Callable[[nn.Module], bool]
+StaysFP32 = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
 
 _version_of = operator.attrgetter("_version")
@@ -43,7 +43,7 @@ class Slot(NamedTuple):
     parameter: Tensor
 
 
-def parameter_dicts(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
+def parameter_dicts(root: nn.Module, stays_fp32: StaysFP32) -> list[dict[str, Any]]:
     """`_parameters` of `root` and of its submodules, except those that stay FP32.
 
     TorchScript is left out: it keeps its weights where no copies can be put.
@@ -51,7 +51,7 @@ def parameter_dicts(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, 
     return [
         module._parameters
         for module in root.modules()
-        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+        if not (isinstance(module, torch.jit.ScriptModule) or stays_fp32(module))
     ]
 
 
@@ -60,7 +60,7 @@ def slots_of(dicts: list[dict[str, Any]]) -> list[Slot]:
     return [Slot(container, *entry) for container in dicts for entry in container.items()]
 
 
-def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
+def fp32_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
     """The slots of FP32 weights, except of those in `excluded` (ids)."""
     return [
         slot
@@ -106,22 +106,22 @@ class WeightSlots:
         self,
         root: nn.Module,
         model: nn.Module,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         excluded: Collection[int],
     ) -> None:
         modules = list(root.modules())
         self.module_ids = set(map(id, modules))
-        dicts = parameter_dicts(root, stays_float)
+        dicts = parameter_dicts(root, stays_fp32)
         # What `is_valid` compares: the entries of parameters and submodules, and their number.
         self._all_dicts = [*dicts, *filter(None, map(submodule_dict, modules))]
         self._sizes = list(map(len, self._all_dicts))
         entries = [(items, *entry) for items in self._all_dicts for entry in items.items()]
         self._all_entries = _columns(entries)
-        self.lookups, slots = split_lookups(modules, float_slots(slots_of(dicts), excluded))
+        self.lookups, slots = split_lookups(modules, fp32_slots(slots_of(dicts), excluded))
         self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
         self.weight_ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
-        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
+        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_fp32(m)]
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
@@ -157,7 +157,7 @@ class WeightSlots:
         tensor.  What the user's code has put in a slot stays.
         """
         columns = self._dicts, self._names, self._parameter_indices
-        if not exchange_entries(*columns, tensors, instead_of):
+        if not set_entries(*columns, tensors, instead_of):
             assert instead_of is not None
             present = zip(self.present(), self._parameter_indices, strict=True)
             self.put_by_slot([tensors[i] if old is instead_of[i] else old for old, i in present])
@@ -185,14 +185,14 @@ def _columns(entries: Sequence[tuple[dict, str, Any]]) -> tuple[list[dict], list
     return tuple(map(list, zip(*entries, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
-def exchange_entries(
+def set_entries(
     dicts: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
 ) -> bool:
     """Set each entry `dicts[i][names[i]]` to `new[sources[i]]`.
 
     With `old`: only if every entry is `old[sources[i]]` now.  Returns whether it was done.
 
-    In C++: `exchange_entries` of `weights.h`.
+    In C++: `set_entries` of `weights.h`.
     """
     if old is not None:
         present, expected = map(dict.get, dicts, names), map(old.__getitem__, sources)
@@ -213,7 +213,7 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
 
 if native.part is not None:
-    exchange_entries = native.part.exchange_entries
+    set_entries = native.part.set_entries
 
 
 def make_half_copies(
@@ -280,7 +280,7 @@ class SlotCopies:
         self._versions[count:] = [copy._version]
         self.copies.append(copy)
 
-    def float_of(self, copy: Tensor) -> Tensor | None:
+    def fp32_weight_of(self, copy: Tensor) -> Tensor | None:
         """The FP32 weight with the values of `copy`; None if the forward wrote into `copy`."""
         index = self._index_of(copy)
         if (
@@ -306,7 +306,7 @@ class SlotCopies:
         if self._recorded_values or now != self._versions:
             values, self._recorded_values = self._recorded_values, {}
             versions, self._versions = self._versions, now
-            writes.write_back(self.parameters, self.copies, versions, values)
+            writes.copy_changes(self.parameters, self.copies, versions, values)
 
 
 class ForwardWrites:
@@ -330,11 +330,11 @@ class ForwardWrites:
         """
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
-                self._write_back(copy, parameter)
+                self._copy_changes_to_parameter(copy, parameter)
         for index in _changed(copies, values) if values else ():
-            self._write_back(copies[index], parameters[index])
+            self._copy_changes_to_parameter(copies[index], parameters[index])
 
-    def _write_back(self, copy: Tensor, parameter: Tensor) -> None:
+    def _copy_changes_to_parameter(self, copy: Tensor, parameter: Tensor) -> None:
         """Elements that were not written keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
@@ -378,11 +378,11 @@ def put_while_traced(slots: list[Slot], dtype: torch.dtype) -> None:
 
 
 def cast_replica(
-    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_float: StaysFloat
+    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_fp32: StaysFP32
 ) -> None:
     """Cast the weights of a replica of `nn.DataParallel`, which are plain attributes there."""
     for module, replicated in zip(model.modules(), replica.modules(), strict=True):
-        if stays_float(module):
+        if stays_fp32(module):
             continue
         for name, weight in list(vars(replicated).items()):
             if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:

@@ -45,10 +45,10 @@ from .half_copy_slots import (
     ForwardWrites,
     Slot,
     SlotCopies,
-    StaysFloat,
+    StaysFP32,
     WeightSlots,
     cast_replica,
-    float_slots,
+    fp32_slots,
     parameter_dicts,
     put_while_traced,
     slots_of,
@@ -174,7 +174,7 @@ class Swap:
                     swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False
             if previous is None and not self.is_nested and slot_copies and slot_copies.copies:
-                slot_copies.write_back(swapper.writes)
+                slot_copies.write_changes_back(swapper.writes)
         finally:
             if self in swapper.swaps:
                 swapper.swaps.remove(self)
@@ -185,7 +185,7 @@ class Swap:
 class HalfCopySwapper:
     """Swaps half copies, in `dtype`, into the slots of one model's FP32 weights, and out of them.
 
-    Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
+    Weights of modules for which `stays_fp32` is true are left out, and those that FSDP2 holds.
     `on_change()` is called by `open`, and when a forward begins after parameters or submodules of
     the model were replaced.
 
@@ -197,12 +197,12 @@ class HalfCopySwapper:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         on_change: Callable[[], object],
     ) -> None:
         self.model = model
         self.dtype = dtype
-        self._stays_float = stays_float
+        self._stays_fp32 = stays_fp32
         self._excluded_ids: Collection[int] = ()
         self._on_change = on_change
         self._weight_slots: dict[int, WeightSlots] = {}  # those of a root, which they hold, by id
@@ -239,7 +239,7 @@ class HalfCopySwapper:
         if latest is not None and latest.is_valid():
             return latest
         self._excluded_ids = sharded_parameters(self.model)
-        weight_slots = WeightSlots(root, self.model, self._stays_float, self._excluded_ids)
+        weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
         for call in thread_calls.stack:  # copies of another model may be in the slots
             if call.swap is not None and call.swap.is_swapped_in:
                 return weight_slots
@@ -270,7 +270,7 @@ class HalfCopySwapper:
     def swap_in(self, call: Call, root: nn.Module) -> None:
         """Swap copies in until `call`, of the model or of a submodule, ends."""
         if REPLICA in vars(root):
-            cast_replica(self.model, root, self.dtype, self._stays_float)
+            cast_replica(self.model, root, self.dtype, self._stays_fp32)
             return
         call.swap = swap = Swap(self)
         self.claim_slots(swap)
@@ -289,7 +289,7 @@ class HalfCopySwapper:
         """
         if not self._ids:
             return None
-        slots = float_slots(slots_of(parameter_dicts(root, self._stays_float)), self._excluded_ids)
+        slots = fp32_slots(slots_of(parameter_dicts(root, self._stays_fp32)), self._excluded_ids)
         put_while_traced(slots, self.dtype)
         return TracedSlots(slots)
 

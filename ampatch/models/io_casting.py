@@ -19,7 +19,7 @@ from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_captured
 from ..torch_private.probes import is_recording
-from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, numbers_of
+from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, values_of
 
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _fitting_copy = getattr(native.part, "fitting_copy", None)
@@ -37,19 +37,19 @@ class InputCasts:
         for tensor, cast, node in self.tensors.values():
             # Inference tensors cannot be written outside of their mode, and have no version in it.
             if not (tensor.is_inference() or cast.is_inference()) and cast._version:
-                _write_into(tensor, cast, in_graph=cast.grad_fn is not node)
+                _update_tensor(tensor, cast, in_graph=cast.grad_fn is not node)
         if self.containers:
             input_of = {id(cast): tensor for tensor, cast, _ in self.tensors.values()}
             input_of |= {id(copy): container for container, copy, _ in self.containers}
             for container, copy, items in self.containers:
-                _write_back(container, copy, items, input_of)
+                _update_container(container, copy, items, input_of)
 
 
-class ModelInputs:
+class InputCaster:
     """Casts the inputs of one model to `dtype`; `name` is for the log.
 
     An FP32 input that half cannot hold (finite values that overflow, integers that it cannot
-    count) stays FP32, and so do later inputs at its position; `on_float_input()` is called.  Inputs
+    count) stays FP32, and so do later inputs at its position; `on_fp32_input()` is called.  Inputs
     in host memory are checked each time.  On an accelerator a check waits for the device: the first
     input at a position is checked, later ones are clamped to the range of float16.
 
@@ -57,14 +57,14 @@ class ModelInputs:
     transformers take them.  bfloat16 moves a box at 1,000 pixels by up to 4.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, on_float_input: Callable[[], None]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, on_fp32_input: Callable[[], None]) -> None:
         self._name = name
         self._dtype = dtype
         self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
         self._limit = 2 / torch.finfo(dtype).eps
-        self._on_float_input = on_float_input
-        self._float_positions: set[int] = set()
+        self._on_fp32_input = on_fp32_input
+        self._fp32_positions: set[int] = set()
         self._seen_positions: set[int] = set()
 
     def cast(self, args: tuple, kwargs: dict, casts: InputCasts | None) -> tuple[tuple, dict]:
@@ -85,7 +85,7 @@ class ModelInputs:
 
         def convert_value(value: Any) -> Any:
             if type(value) in (list, tuple) and _are_annotations(value):
-                self._on_float_input()
+                self._on_fp32_input()
                 return value
             return map_tensors(value, convert_next, casts.containers)
 
@@ -103,11 +103,11 @@ class ModelInputs:
             return casts.tensors[id(tensor)][1]
         cast = None
         if dtype is torch.float32 and self._is_half:
-            if position in self._float_positions:
+            if position in self._fp32_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
-            if cast is None and self._stays_float(tensor, position):
+            if cast is None and self._stays_fp32(tensor, position):
                 return tensor
         if cast is None:  # the first input is clamped too: in a recompute it is no longer the first
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
@@ -116,14 +116,14 @@ class ModelInputs:
         casts.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
-    def _stays_float(self, tensor: Tensor, position: int) -> bool:
+    def _stays_fp32(self, tensor: Tensor, position: int) -> bool:
         if not tensor.is_cpu and (
             position in self._seen_positions or not has_values(tensor.device) or is_captured(tensor)
         ):
             return False
         numbers: Any = tensor.detach() if tensor.requires_grad else tensor
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            numbers = numbers_of(tensor)
+            numbers = values_of(tensor)
         if numbers is None or not numbers.numel():
             return False
         smallest, largest = torch.aminmax(numbers)
@@ -135,7 +135,7 @@ class ModelInputs:
             return False
         if not half_cannot_hold(numbers, self._dtype):
             return False
-        self._float_positions.add(position)
+        self._fp32_positions.add(position)
         logger.warning(
             "%s: an input of shape %s has values that %s cannot hold (from %g to %g). This input "
             "stays FP32, here and in later forwards.",
@@ -145,7 +145,7 @@ class ModelInputs:
             low,
             high,
         )
-        self._on_float_input()
+        self._on_fp32_input()
         return True
 
     def _saturated(self, tensor: Any) -> Any:
@@ -166,7 +166,7 @@ def _are_annotations(values: Sequence) -> bool:
     )
 
 
-def _write_into(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
+def _update_tensor(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
     """Write into `tensor` what a forward wrote into its cast; other elements stay as they are.
 
     `in_graph`: the forward wrote in the graph, so this does, as an FP32 forward would: gradients of
@@ -180,7 +180,7 @@ def _write_into(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
         tensor.copy_(new)
 
 
-def _write_back(container: Any, copy: Any, items: Any, input_of: dict[int, Any]) -> None:
+def _update_container(container: Any, copy: Any, items: Any, input_of: dict[int, Any]) -> None:
     """Change `container` as the forward has changed its copy, which had `items` at first."""
     if isinstance(container, MutableMapping):
         for key in [key for key in items if key not in copy]:

@@ -20,7 +20,7 @@ from ..torch_private.modules import PARAMETERS
 from ..torch_private.probes import is_recording
 from .values import cast_tensors, caster, map_tensors
 
-_to_float = caster(torch.float32)
+_to_fp32 = caster(torch.float32)
 
 
 class Lookup(dict):
@@ -75,7 +75,7 @@ class Lookup(dict):
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The result, in half, of `forward` (the class's own) with the FP32 weight."""
         if kwargs or len(args) > 1:  # perhaps `per_sample_weights`
-            args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
+            args, kwargs = map_tensors(args, _to_fp32), map_tensors(kwargs, _to_fp32)
         output = forward(_ModuleWithWeight(self.module, self.name, self.parameter), *args, **kwargs)
         return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 

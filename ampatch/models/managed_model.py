@@ -27,19 +27,19 @@ from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_mode_on
 from .conversion import ConvertedWeights
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
-from .io_casting import InputCasts, ModelInputs
-from .module_overrides import ModuleOverride, has_float_buffers
+from .io_casting import InputCaster, InputCasts
+from .module_overrides import ModuleOverride, has_fp32_buffers
 from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
 from .sharded_weights import checked_shards, sharded_parameters
 from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
-_NAMES_SHOWN = 5  # names of weights in a warning
+_MAX_NAMES_SHOWN = 5  # names of weights in a warning
 
-SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
+ParameterOwners = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """By the id of a parameter: its module, and its name there.
 
 Python reuses the id of a deleted parameter, so compare with the parameter in the slot.  A weak
@@ -84,16 +84,16 @@ class ManagedModel:
             self.in_dtype, self.out_dtype = properties.cast_model_type, torch.float32
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
-        self._inputs: ModelInputs | None = None
+        self._inputs: InputCaster | None = None
         self._submodules: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
         self.swapper: HalfCopySwapper | None = None
-        self._stays_float: StaysFloat = lambda module: False
+        self._stays_fp32: StaysFP32 = lambda module: False
         self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
         self.frame: OwnFrame | None = None
-        self.slots: SlotsById = {}  # of parameters: calls with them are cast outside forwards too
-        self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
+        self.parameter_owners: ParameterOwners = {}  # of parameters: calls with them are cast outside forwards too
+        self._initial_owners: ParameterOwners = {}  # parameters and buffers as the session began
         self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
         self._was_called = False  # since the last `warn_of_lost_frame`
@@ -105,22 +105,22 @@ class ManagedModel:
 
     # Put in, take out
 
-    def convert(self, stays_float: StaysFloat) -> None:
+    def convert(self, stays_fp32: StaysFP32) -> None:
         """Use half copies of weights in forwards, or convert weights and buffers to `in_dtype`."""
         dtype = self.in_dtype
         if dtype is None:
             return
-        self._stays_float = stays_float
+        self._stays_fp32 = stays_fp32
         if not self.properties.uses_half_copies:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
-            self.conversions.convert(self.model, dtype, stays_float, excluded)
+            self.conversions.convert(self.model, dtype, stays_fp32, excluded)
         if dtype in HALF_DTYPES:
-            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._on_module_change)
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_fp32, self._on_module_change)
             self.swapper.open()
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
-        if checked_shards(self.model, self.properties, self._stays_float):
+        if checked_shards(self.model, self.properties, self._stays_fp32):
             # `fully_shard` has replaced converted parameters.
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
@@ -130,7 +130,7 @@ class ManagedModel:
         if self._submodules is not None and self.swapper is not None:
             self._submodules.install(self.swapper.weight_ids())
         had_mixed_dtypes = self._has_mixed_dtypes
-        self._has_mixed_dtypes = has_float_buffers(self.model, self._stays_float)
+        self._has_mixed_dtypes = has_fp32_buffers(self.model, self._stays_fp32)
         if self._has_mixed_dtypes and not had_mixed_dtypes:
             self._session.promote_mixed_dtypes(self)
 
@@ -157,13 +157,13 @@ class ManagedModel:
             if parameter.requires_grad and parameter.dtype in HALF_DTYPES
         ]
         if half_names:
-            left = len(half_names) - _NAMES_SHOWN
+            left = len(half_names) - _MAX_NAMES_SHOWN
             logger.warning(
                 "%s: these trainable weights were given in half and are trained in half, without "
                 "FP32 master weights: %s%s. For master weights call model.float() before "
                 "ampatch.initialize.",
                 type(self.model).__name__,
-                ", ".join(half_names[:_NAMES_SHOWN]),
+                ", ".join(half_names[:_MAX_NAMES_SHOWN]),
                 f" and {left} more" if left > 0 else "",
             )
 
@@ -190,33 +190,33 @@ class ManagedModel:
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
-        self._record_slots()
+        self._record_owners()
         if self.in_dtype is not None:
-            self._inputs = self.inputs_of()
+            self._inputs = self.make_input_caster()
         for override in self._overrides:
             override.install()
         if self.swapper is not None:
-            self._submodules = SubmoduleCalls(self, self._stays_float)
+            self._submodules = SubmoduleCalls(self, self._stays_fp32)
             self._submodules.install(self.swapper.weight_ids())
         self.frame = OwnFrame(model, self)
         self.frame.put_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
-    def had_at_start(self, tensor: Tensor) -> bool:
+    def has_had_since_start(self, tensor: Tensor) -> bool:
         """Whether the model had this parameter or buffer when the session began, and still has."""
-        slot = self._initial_slots.get(id(tensor))
+        slot = self._initial_owners.get(id(tensor))
         return slot is not None and getattr(slot[0](), slot[1], None) is tensor
 
-    def _record_slots(self) -> None:
+    def _record_owners(self) -> None:
         for module in self.model.modules():
             params = dict(module.named_parameters(recurse=False))
             slots = {id(param): (weakref.ref(module), name) for name, param in params.items()}
-            self._initial_slots.update(slots)
+            self._initial_owners.update(slots)
             if self.policy is not None:
-                self.slots.update(slots)
+                self.parameter_owners.update(slots)
             for name, buffer in module.named_buffers(recurse=False):
-                self._initial_slots[id(buffer)] = weakref.ref(module), name
+                self._initial_owners[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
         """Take frames and conversions out, and leave no reference cycle through the model.
@@ -231,7 +231,7 @@ class ManagedModel:
             self.frame.take_out()
             self.frame = None
         if self._submodules is not None:
-            self._submodules.frames.install((), self._submodules)
+            self._submodules.frames.set_modules((), self._submodules)
             self._submodules = None
         for override in self._overrides:
             override.uninstall()
@@ -245,8 +245,8 @@ class ManagedModel:
 
     # What submodules ask
 
-    def inputs_of(self, submodule: str = "") -> ModelInputs:
-        """The `ModelInputs` that cast the inputs of the model, or of a submodule."""
+    def make_input_caster(self, submodule: str = "") -> InputCaster:
+        """The `InputCaster` that cast the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
         session, weak_self = self._session, weakref.ref(self)
@@ -255,7 +255,7 @@ class ManagedModel:
             if (managed := weak_self()) is not None:
                 session.promote_mixed_dtypes(managed)
 
-        return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
+        return InputCaster(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
         """What submodules return in a framework's step; None: any dtype, or there is no step."""
@@ -287,7 +287,7 @@ class ManagedModel:
 
     def enter_with_inputs(
         self,
-        inputs: ModelInputs | None,
+        inputs: InputCaster | None,
         call: Call,
         module: nn.Module,
         args: tuple,
@@ -314,8 +314,8 @@ class ManagedModel:
             swapper.swap_in(call, module)
             policy = self.policy
             if inputs is self._inputs and call.swap is not None and self._submodules is not None:
-                call.removed_frames = self._submodules.frames  # the call is of the whole model
-                call.removed_frames.remove()
+                call.suspended_frames = self._submodules.frames  # the call is of the whole model
+                call.suspended_frames.suspend()
         if policy is None and swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
@@ -370,7 +370,7 @@ class ManagedModel:
 
     def run_traced_with_inputs(
         self,
-        inputs: ModelInputs | None,
+        inputs: InputCaster | None,
         forward: Callable,
         module: nn.Module,
         args: tuple,

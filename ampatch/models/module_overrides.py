@@ -29,7 +29,7 @@ from ..torch_private.modules import (
 )
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_mode_on
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
 
@@ -171,7 +171,7 @@ def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]
 
 def precisions(
     model: nn.Module, overrides: list[tuple[ModuleKey, str]], properties: Properties
-) -> tuple[dict[nn.Module, str], StaysFloat]:
+) -> tuple[dict[nn.Module, str], StaysFP32]:
     """The precisions of submodules that differ from their model's; which modules stay FP32.
 
     `overrides` name them.  In half models InstanceNorm with running statistics stays FP32 too (on
@@ -183,11 +183,11 @@ def precisions(
         _refuse_scripted_submodules(model, properties)
     is_half = properties.cast_model_type in HALF_DTYPES
     for module in model.modules():
-        is_norm = isinstance(module, INSTANCE_NORMS) and has_statistics(module)
+        is_norm = isinstance(module, INSTANCE_NORMS) and is_batch_or_instance_norm(module)
         is_kept = is_norm and properties.keeps_norms and module is not model
         if is_kept or (is_half and isinstance(module, ORTHOGONAL_MAPS)):
             precision_of.setdefault(module, "float")
-    return precision_of, _stays_float(model, properties, precision_of)
+    return precision_of, _stays_fp32(model, properties, precision_of)
 
 
 def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> None:
@@ -203,9 +203,9 @@ def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> Non
             )
 
 
-def _stays_float(
+def _stays_fp32(
     model: nn.Module, properties: Properties, precision_of: dict[nn.Module, str]
-) -> StaysFloat:
+) -> StaysFP32:
     """A predicate: whether a module keeps FP32 weights in a half model."""
     floats: set[nn.Module] = set()
     for module in model.modules():  # from the outside inwards
@@ -217,12 +217,14 @@ def _stays_float(
     return lambda module: (
         module in floats
         or (
-            keeps_norms and has_statistics(module) and (at_o2 or precision_of.get(module) != "half")
+            keeps_norms
+            and is_batch_or_instance_norm(module)
+            and (at_o2 or precision_of.get(module) != "half")
         )
     )
 
 
-def has_statistics(module: nn.Module) -> bool:
+def is_batch_or_instance_norm(module: nn.Module) -> bool:
     """Whether `keep_batchnorm_fp32` is about this module.
 
     It is about BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
@@ -235,11 +237,11 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORMS)
 
 
-def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
+def has_fp32_buffers(model: nn.Module, stays_fp32: StaysFP32) -> bool:
     """Whether half submodules of a half model have FP32 buffers with a dimension."""
     return any(
         buffer.dtype is torch.float32 and buffer.dim()
         for module in model.modules()
-        if not stays_float(module)
+        if not stays_fp32(module)
         for buffer in module.buffers(recurse=False)
     )

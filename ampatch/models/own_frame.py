@@ -288,7 +288,7 @@ class SubmoduleFrames:
 # Copies
 
 
-def _outermost(module: nn.Module) -> OwnFrame | None:
+def _installed_frame(module: nn.Module) -> OwnFrame | None:
     """The outermost frame of a module, if `forward` is that frame."""
     frames = vars(module).get(_FRAMES)
     return frames[-1] if frames and frames[-1].is_installed() else None
@@ -306,7 +306,7 @@ def copying_methods() -> list[Patch]:
             copied = make(*args)
             if state and state[0] is not None:
                 copied.__setstate__(state[0])
-            if _outermost(self) is not None and vars(copied) is not vars(self):
+            if _installed_frame(self) is not None and vars(copied) is not vars(self):
                 for frame in vars(self)[_FRAMES]:
                     new_frame = OwnFrame(copied, frame.scope)
                     frame.frames_of_copies.add(new_frame)
@@ -319,7 +319,7 @@ def copying_methods() -> list[Patch]:
         @functools.wraps(original)
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
-            if (frame := _outermost(self)) is not None:
+            if (frame := _installed_frame(self)) is not None:
                 attributes = _attributes_of(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
                 # A bound method would be a cycle, and keep the weights until Python collects it.

@@ -13,7 +13,7 @@ from torch import nn
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError
 from ..torch_private.sharding import Sharded, Sharding, shardings
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 
 
 def sharded_parameters(model: nn.Module) -> set[int]:
@@ -23,7 +23,7 @@ def sharded_parameters(model: nn.Module) -> set[int]:
     }
 
 
-def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
+def checked_shards(model: nn.Module, properties: Properties, stays_fp32: StaysFP32) -> set[int]:
     """As `sharded_parameters`.  Raises `AmpatchError` where FSDP2 contradicts the opt level.
 
     Shards must be FP32 at O0 and half at O3; at O2 both are allowed.  O0 computes in FP32.  Half
@@ -37,9 +37,9 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
         for shard in sharding.sharded_params:
             ids.add(id(shard.parameter))
             if shard.parameter.dtype in (torch.float32, *HALF_DTYPES):
-                _refuse_storage(shard, properties, stays_float(shard.module))
+                _refuse_storage(shard, properties, stays_fp32(shard.module))
                 is_root = model in sharding.modules
-                _refuse_computation(shard, sharding, properties, stays_float, is_root)
+                _refuse_computation(shard, sharding, properties, stays_fp32, is_root)
     return ids
 
 
@@ -60,12 +60,12 @@ def _refuse_computation(
     shard: Sharded,
     sharding: Sharding,
     properties: Properties,
-    stays_float: StaysFloat,
+    stays_fp32: StaysFP32,
     is_root: bool,
 ) -> None:
     half, policy = properties.cast_model_type, sharding.policy
     dtype = policy.param_dtype or shard.parameter.dtype
-    if stays_float(shard.module):
+    if stays_fp32(shard.module):
         if dtype is torch.float32:
             return
         class_name = type(shard.module).__name__

@@ -17,9 +17,9 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, computes_in, thread_calls
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..torch_private.modules import has_forward
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 from .half_copy_swaps import enclosing_swap, is_fx_traced, swappers
-from .io_casting import ModelInputs
+from .io_casting import InputCaster
 from .own_frame import SubmoduleFrames
 from .values import cast_tensors
 
@@ -30,14 +30,14 @@ class Root(Protocol):
     model: nn.Module
     properties: Properties
 
-    def inputs_of(self, submodule: str = "") -> ModelInputs: ...
+    def make_input_caster(self, submodule: str = "") -> InputCaster: ...
 
     def enter_with_inputs(
-        self, inputs: ModelInputs, call: Call, module: nn.Module, args: tuple, kwargs: dict
+        self, inputs: InputCaster, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]: ...
 
     def run_traced_with_inputs(
-        self, inputs: ModelInputs, forward: Callable, module: nn.Module, args: tuple, kwargs: dict
+        self, inputs: InputCaster, forward: Callable, module: nn.Module, args: tuple, kwargs: dict
     ) -> Any: ...
 
     def exit(self, call: Call) -> None: ...
@@ -53,11 +53,11 @@ class SubmoduleCalls:
     Their frames are out while the model's own forward runs.
     """
 
-    def __init__(self, root: Root, stays_float: StaysFloat) -> None:
+    def __init__(self, root: Root, stays_fp32: StaysFP32) -> None:
         self._root = root
-        self._stays_float = stays_float
+        self._stays_fp32 = stays_fp32
         self._uses_half_copies = root.properties.uses_half_copies
-        self._inputs: dict[int, ModelInputs] = {}
+        self._inputs: dict[int, InputCaster] = {}
         self.frames = SubmoduleFrames()
 
     def install(self, swapped_ids: Collection[int]) -> None:
@@ -69,7 +69,7 @@ class SubmoduleCalls:
         modules: dict[nn.Module, str] = {}
         for name, module in self._root.model.named_modules():
             is_scripted = isinstance(module, torch.jit.ScriptModule)
-            if not (name and has_forward(module)) or is_scripted or self._stays_float(module):
+            if not (name and has_forward(module)) or is_scripted or self._stays_fp32(module):
                 continue
             if any(
                 id(param) in swapped_ids if self._uses_half_copies else param.dtype in HALF_DTYPES
@@ -78,10 +78,10 @@ class SubmoduleCalls:
                 modules[module] = name
         previous = self._inputs
         self._inputs = {
-            id(module): previous.get(id(module)) or self._root.inputs_of(name)
+            id(module): previous.get(id(module)) or self._root.make_input_caster(name)
             for module, name in modules.items()
         }
-        self.frames.install(modules, self)
+        self.frames.set_modules(modules, self)
 
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict

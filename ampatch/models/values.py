@@ -126,7 +126,7 @@ def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
     Lost are finite values that overflow, and integers that `dtype` cannot count.  Waits for the
     device.  Tensors on "meta" have no values to lose.
     """
-    numbers = numbers_of(values)
+    numbers = values_of(values)
     if numbers is None:
         return False
     large = numbers[numbers.isfinite() & (numbers.abs() >= 2 / torch.finfo(dtype).eps)]
@@ -140,18 +140,18 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def numbers_of(tensor: Tensor) -> Tensor | None:
+def values_of(tensor: Tensor) -> Tensor | None:
     """The numbers that a tensor of any kind consists of, without a graph; None: it has none.
 
     Those of sparse and nested tensors, of subclasses, and this rank's of a DTensor.
     """
     if type(tensor) is not Tensor:
         with unhandled():
-            return _plain_numbers(tensor)
-    return _plain_numbers(tensor)
+            return _plain_values(tensor)
+    return _plain_values(tensor)
 
 
-def _plain_numbers(tensor: Tensor) -> Tensor | None:
+def _plain_values(tensor: Tensor) -> Tensor | None:
     if tensor.is_meta:
         return None
     tensor = local_of(tensor)

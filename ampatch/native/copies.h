@@ -136,7 +136,7 @@ bool lies_within(const Tensor& tensor, float limit) {
 
 // fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
 // (-limit, limit).  None: a number does not, or ATen, autograd or a mode must make the copy.
-// In Python: `ModelInputs._cast_tensor` of `models/io_casting.py`.
+// In Python: `InputCaster._cast_tensor` of `models/io_casting.py`.
 PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

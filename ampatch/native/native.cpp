@@ -21,7 +21,7 @@ PyMethodDef methods[] = {
     {"all_may_share_node", fast(all_may_share_node), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"cast_weights", fast(cast_weights), METH_FASTCALL, nullptr},
-    {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
+    {"set_entries", fast(set_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
     {"set_observers", set_observers, METH_O, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},

@@ -11,23 +11,31 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import AppliedScale, Check, Gradients, OptimizerBlock, first_holders
+from .gradients import (
+    AppliedScale,
+    OptimizerBlock,
+    OptimizerGradients,
+    OverflowCheck,
+    find_first_optimizers,
+)
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
-from .scale_value import Flag, either
+from .scale_value import OverflowFlag, either
 from .unscaling import add_back
 
 # Gradients that stay scaled
 
 
-def leave_scaled(gradients: Gradients, block: OptimizerBlock, shared_scale: AppliedScale) -> None:
+def leave_scaled(
+    gradients: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
+) -> None:
     """End a block with `delay_unscale`: earlier gradients get its scale, and all stay scaled."""
     shared_scale.join(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)
     gradients.block = None
 
 
-def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
+def unscale_if_scale_differs(gradients: OptimizerGradients, scaler: Scaler) -> None:
     """Before a block of `scaler`: unscale gradients that have another scale.
 
     Also abandons an earlier block that was interrupted before its end.
@@ -39,7 +47,7 @@ def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
     unscale_delayed(gradients)
 
 
-def unscale_delayed(gradients: Gradients) -> None:
+def unscale_delayed(gradients: OptimizerGradients) -> None:
     """Unscale gradients that `delay_unscale` left scaled, in all optimizers that share the scale.
 
     The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
@@ -48,12 +56,12 @@ def unscale_delayed(gradients: Gradients) -> None:
     if applied is None or gradients.block is not None:
         return
     members = [g for g in applied.members if g.applied_scale is applied and g.block is None]
-    unscaled_by = first_holders(members)
-    flags: list[Flag] = []
+    first_optimizer_of = find_first_optimizers(members)
+    flags: list[OverflowFlag] = []
     try:
         for member in members:
             member.applied_scale = None
-            check = member.unscale(applied.scaler, applied.scale, unscaled_by)
+            check = member.unscale(applied.scaler, applied.scale, first_optimizer_of)
             if check is not None:
                 member.keep_check(check)
                 flags.append(check.found_inf)
@@ -65,7 +73,7 @@ def unscale_delayed(gradients: Gradients) -> None:
         update_now_or_at_step(applied.scaler, members, flags)
 
 
-def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
+def unscale_before_clipping(gradients: OptimizerGradients, param_ids: set[int]) -> bool:
     """Unscale the optimizer's gradients, if tensors that are about to be clipped (ids) are its own.
 
     Returns whether they are, and no block is open.
@@ -99,27 +107,29 @@ class PendingScaleUpdate:
     def __init__(self, scaler: DynamicScaler, skips_together: bool) -> None:
         self.scaler = scaler
         self._skips_together = skips_together
-        self._members: list[Gradients] = []
-        self._found_inf: Flag | None = None  # None: nothing was checked
-        self._delayed: list[tuple[Gradients, Check]] | None = None  # of `delay_overflow_check`
+        self._members: list[OptimizerGradients] = []
+        self._found_inf: OverflowFlag | None = None  # None: nothing was checked
+        self._delayed: list[tuple[OptimizerGradients, OverflowCheck]] | None = (
+            None  # of `delay_overflow_check`
+        )
 
-    def add_members(self, members: Sequence[Gradients]) -> None:
+    def add_members(self, members: Sequence[OptimizerGradients]) -> None:
         """Also update at a step of these optimizers."""
         for gradients in members:
             if gradients not in self._members:
                 self._members.append(gradients)
                 gradients.pending_updates.append(self)
 
-    def add_flags(self, flags: list[Flag]) -> None:
+    def add_flags(self, flags: list[OverflowFlag]) -> None:
         """Keep these flags for the update."""
         for flag in flags:
             self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
 
-    def delay_checks(self, checks: list[tuple[Gradients, Check]]) -> None:
+    def delay_checks(self, checks: list[tuple[OptimizerGradients, OverflowCheck]]) -> None:
         """Keep checks of `delay_overflow_check`, which their optimizers do not have yet."""
         self._delayed = [*(self._delayed or []), *checks]
 
-    def forget_checks(self, gradients: Gradients) -> None:
+    def forget_checks(self, gradients: OptimizerGradients) -> None:
         """The optimizer's gradients were zeroed: forget their delayed checks."""
         if self._delayed is not None:
             self._delayed = [entry for entry in self._delayed if entry[0] is not gradients]
@@ -154,10 +164,10 @@ class PendingScaleUpdate:
 
 def update_now_or_at_step(
     scaler: DynamicScaler,
-    members: Sequence[Gradients],
-    flags: list[Flag],
+    members: Sequence[OptimizerGradients],
+    flags: list[OverflowFlag],
     *,
-    delayed: list[tuple[Gradients, Check]] | None = None,
+    delayed: list[tuple[OptimizerGradients, OverflowCheck]] | None = None,
     skips_together: bool = False,
 ) -> None:
     """Update a scaler by the overflow flags of these gradients, now or at the step.
@@ -181,7 +191,7 @@ def update_now_or_at_step(
         pending_update.update_scaler()
 
 
-def run_pending_updates(gradients: Gradients) -> None:
+def run_pending_updates(gradients: OptimizerGradients) -> None:
     """Before a step: check the gradients once more, and update the scalers by the flags."""
     updates = list(gradients.pending_updates)
     for pending in updates:
@@ -190,7 +200,7 @@ def run_pending_updates(gradients: Gradients) -> None:
         pending.update_scaler()
 
 
-def skip_together(members: Sequence[Gradients]) -> None:
+def skip_together(members: Sequence[OptimizerGradients]) -> None:
     """One norm is about to clip these gradients: after an overflow in one, all optimizers skip.
 
     Otherwise a norm of inf or NaN would ruin finite gradients, and their optimizer would step.
@@ -198,13 +208,15 @@ def skip_together(members: Sequence[Gradients]) -> None:
     checks = [
         gradients.check
         for gradients in members
-        if gradients.check is not None and not gradients.check.is_used
+        if gradients.check is not None and not gradients.check.is_consumed
     ]
     if len(members) > 1 and checks:
         _share_overflow(members, checks[0].scaler, [check.found_inf for check in checks])
 
 
-def _share_overflow(members: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
+def _share_overflow(
+    members: Sequence[OptimizerGradients], scaler: Scaler, flags: list[OverflowFlag]
+) -> None:
     """Keep a flag for each of these optimizers that is set if one of `flags` is."""
     if flags:
         found_inf = functools.reduce(either, flags)
@@ -212,7 +224,7 @@ def _share_overflow(members: Sequence[Gradients], scaler: Scaler, flags: list[Fl
             gradients.keep_flag(found_inf, scaler)
 
 
-def drop_pending_updates(scaler: Scaler, members: Sequence[Gradients]) -> None:
+def drop_pending_updates(scaler: Scaler, members: Sequence[OptimizerGradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
     For a script that calls `update_scale()` and decides about the step itself.  The step then moves

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
+from ..config.scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
 from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, either, is_set, update_, updated
+from .scale_value import OverflowFlag, either, is_set, update_, updated
 from .unscaling import multiply_, unscale_
 
 
@@ -35,7 +35,7 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
         raise ValueError(
             f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
         )
-    saved_settings = {name: entry[name] for name in SETTINGS if name in entry}
+    saved_settings = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
     if settings is not None:
         settings.changed(what, saved_settings)
     return {
@@ -141,7 +141,7 @@ class DynamicScaler:
         self.generation = 0  # changes with the scale
         self._make_tensors(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
         self._changed: dict[str, Any] = {}  # settings that differ from those of the start
-        self._flags: list[Flag] = []  # for `has_overflow`
+        self._flags: list[OverflowFlag] = []  # for `has_overflow`
         self._has_updated = False  # `update` was called since the last `unscale_`
         self.was_updated_by_step = False  # before the script called `update_scale`
 
@@ -177,7 +177,7 @@ class DynamicScaler:
         """Multiply gradients by `scale`, in place."""
         multiply_(grads, scale)
 
-    def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
+    def unscale_(self, grads: list[Tensor], scale: Any) -> OverflowFlag:
         """Divide gradients by `scale`, in place; returns whether they had an inf or NaN."""
         if self._has_updated:
             self._flags = []
@@ -199,7 +199,7 @@ class DynamicScaler:
         self._flags = []
         self._has_updated = False
 
-    def update(self, flags: list[Flag]) -> None:
+    def update(self, flags: list[OverflowFlag]) -> None:
         """Count one step with these overflow flags, and move the scale; without flags no step."""
         self._has_updated = True
         if not flags:
@@ -260,7 +260,7 @@ class DynamicScaler:
                 entry["loss_scale"],
             )
             return
-        loaded = {name: entry[name] for name in SETTINGS if name in entry}
+        loaded = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
         self.settings = self.settings.changed("loss scaler", loaded)
         self._changed.update(loaded)
         self._fill(entry["loss_scale"], entry["unskipped"])

@@ -19,18 +19,20 @@ from ..torch_private.optimizers import (
     record_skipped_step,
 )
 from .delayed import run_pending_updates, unscale_delayed
-from .gradients import Gradients, State
+from .gradients import GradState, OptimizerGradients
 from .optimizers import closures, zero_redundancy
 from .optimizers.fused import skips_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import Replaced, put_back
-from .optimizers.wrappers import Methods
+from .optimizers.state import ReplacedValues, put_back
+from .optimizers.wrappers import ReplacedMethods
 from .scale_value import is_set
 from .steps import StepCounter, StepReports
 
-Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
+LoadedState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
-checkpoint_readers: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
+checkpoint_readers: list[
+    Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], LoadedState]
+] = []
 """Readers of other packages' checkpoints.  Each takes `(state, optimizer, is_in_half)`, and returns
 the state in torch's layout, and parameters with the FP32 values that were saved for them.
 """
@@ -68,15 +70,15 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Any, session: SessionForOptimizer) -> None:
         self.optimizer = optimizer
         self.session = session
-        self.gradients = Gradients(optimizer, session.process_group)
+        self.gradients = OptimizerGradients(optimizer, session.process_group)
         self.parameters = self.gradients.parameters  # an attribute: each step asks
         self.counter = StepCounter()
         self.reports = StepReports(optimizer, self.gradients, self.counter)
-        self.replaced_state: Replaced = []  # put back if `initialize` fails
+        self.replaced_state: ReplacedValues = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
         self.skipped: bool | Tensor = False  # the last step; read a tensor late: that waits
         self._is_zero_redundancy = is_zero_redundancy(optimizer)
-        self._methods = Methods(optimizer)
+        self._methods = ReplacedMethods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
     # Replaced methods
@@ -130,7 +132,7 @@ class ManagedOptimizer:
             if script_closures:
                 return self._step_with_closures(original, new_args, new_kwargs)
         self.before_step()
-        result = self.step_on_gradients(original, args, kwargs)
+        result = self.step_unless_overflow(original, args, kwargs)
         self.after_step()
         return result
 
@@ -166,7 +168,7 @@ class ManagedOptimizer:
         if gradients.scaled_by_other_block:
             gradients.had_block = True  # the error about that block is enough
             gradients.report_scaled_by_other_block()
-        if gradients.state is State.SCALED:
+        if gradients.state is GradState.SCALED:
             if gradients.block is not None:
                 raise AmpatchError(
                     f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block "
@@ -184,7 +186,7 @@ class ManagedOptimizer:
         self.session.after_step(self)
         self.gradients.had_block = False
 
-    def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def step_unless_overflow(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Call the original step, unless the present gradients have overflowed."""
         found_inf = self.gradients.take_found_inf()
         in_kernel = False

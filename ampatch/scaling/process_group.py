@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..torch_private.dtensors import PLAIN, meshes_of
 from ..torch_private.probes import is_distributed
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 
 def world_size() -> int:
@@ -56,7 +56,7 @@ def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
     return FlagGroups(list(groups), bool(groups) and world_size() in sizes)
 
 
-def share_flag(flag: Flag, groups: list[Any], like: Sequence[Tensor]) -> Flag:
+def share_flag(flag: OverflowFlag, groups: list[Any], like: Sequence[Tensor]) -> OverflowFlag:
     """The flag, set on all ranks of these process groups if it is set on one of them.
 
     A `bool` is sent on the device of the tensors in `like`.

@@ -13,20 +13,20 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
+from .delayed import leave_scaled, unscale_if_scale_differs, update_now_or_at_step
 from .gradients import (
     AppliedScale,
-    Check,
-    Gradients,
+    GradSnapshot,
+    GradState,
     OptimizerBlock,
-    Snapshot,
-    State,
-    first_holders,
+    OptimizerGradients,
+    OverflowCheck,
+    find_first_optimizers,
 )
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 _CORRECT_CALL = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -135,10 +135,10 @@ class ScaledBackward:
     ) -> None:
         self._loss = loss
         self._pass_counter = PassCounter() if counts_passes and loss.requires_grad else None
-        self._members: list[Gradients] = []
+        self._members: list[OptimizerGradients] = []
         for optimizer in optimizers:
             self._members.append(optimizer.gradients)
-        self._others: Sequence[tuple[Gradients, Snapshot | None]] = ()
+        self._others: Sequence[tuple[OptimizerGradients, GradSnapshot | None]] = ()
         if others and not scaler.is_one:
             self._others = [
                 (other.gradients, other.gradients.before_other_block()) for other in others
@@ -154,11 +154,11 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         try:
             for gradients in self._members:
-                if gradients.state is State.SCALED:
-                    unscale_at_other_scale(gradients, self._scaler)
+                if gradients.state is GradState.SCALED:
+                    unscale_if_scale_differs(gradients, self._scaler)
                 gradients.before_block()
             earlier = [gradients.params_with_gradients() for gradients in self._members]
-            unscaled_by = first_holders(self._members)
+            first_optimizer_of = find_first_optimizers(self._members)
             scaled_loss, self.scale = self._scaler.scale(self._loss)
             self._shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
             # What `delay_unscale` left scaled has this scale now: use its `AppliedScale`.
@@ -166,7 +166,7 @@ class ScaledBackward:
                 self._shared_scale = gradients.applied_scale or self._shared_scale
             for gradients, params in zip(self._members, earlier, strict=True):
                 self._member_blocks.append(
-                    gradients.begin_block(params, self._shared_scale, unscaled_by)
+                    gradients.begin_block(params, self._shared_scale, first_optimizer_of)
                 )
             if self._pass_counter is not None and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self._pass_counter)
@@ -276,8 +276,8 @@ class ScaledBackward:
             return
         scaler = self._scaler
         is_delayed = self._delay_check
-        checks: list[tuple[Gradients, Check]] = []
-        flags: list[Flag] = []
+        checks: list[tuple[OptimizerGradients, OverflowCheck]] = []
+        flags: list[OverflowFlag] = []
         for gradients, block in pairs:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
@@ -300,10 +300,10 @@ class BlockSnapshot(NamedTuple):
 
     block: ScaledBackward
     pass_count: int
-    of_members: list[Snapshot]
+    of_members: list[GradSnapshot]
 
 
-def pass_begins(root: Any) -> Callable[[], None] | None:
+def start_pass_check(root: Any) -> Callable[[], None] | None:
     """To be called before a backward pass from `root`, a tensor or several.
 
     Returns a check to call after the pass.  None: no block is open, or `root` is the scaled loss of
@@ -331,7 +331,7 @@ def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
             block.refuse_other_scales(reached_blocks)
 
 
-def with_sharers(
+def with_optimizers_sharing_params(
     optimizers: list[ManagedOptimizer], all_optimizers: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
     """`optimizers` and all that share a parameter with them, directly or through others."""

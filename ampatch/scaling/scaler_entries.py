@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.scale_settings import SETTINGS
+from ..config.scale_settings import SCALE_SETTING_NAMES
 from ..errors import type_name
 from ..log import logger
 from .loss_scaler import Scaler, checked_entry
@@ -51,5 +51,5 @@ def is_grad_scaler_state(state: Any) -> bool:
 
 def from_grad_scaler(state: dict[str, Any]) -> dict[str, Any]:
     """The entry of one loss scaler from a `torch.amp.GradScaler`'s `state_dict()`."""
-    settings = {name: state[name] for name in SETTINGS if name in state}
+    settings = {name: state[name] for name in SCALE_SETTING_NAMES if name in state}
     return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"], **settings}

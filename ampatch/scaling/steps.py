@@ -16,11 +16,11 @@ from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
 from ..torch_private.devices import AsyncCopy, is_captured
-from .gradients import Gradients
+from .gradients import OptimizerGradients
 from .unscaling import real_values
 
-_SHOWN = 5  # parameters named in a message
-_STREAK = 10  # skips in a row; from the tenth on, only some are logged
+_MAX_NAMES_SHOWN = 5  # parameters named in a message
+_MANY_SKIPS = 10  # skips in a row; from the tenth on, only some are logged
 _LEFT_OVER = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
@@ -44,7 +44,7 @@ class StepCounter:
         self._elements: list[Tensor] = []  # of `_on_device`
         self._copy: AsyncCopy | None = None
         self._since_copy = 0  # steps since the last copy
-        self._reported = 0  # skipped steps that `unreported` has returned
+        self._reported = 0  # skipped steps that `take_unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
         """Count a step.  `skipped` may be a 0-dim tensor, 1 for a skipped step; nothing waits."""
@@ -77,7 +77,7 @@ class StepCounter:
             return StepCounts(self._taken, self._skipped, self._in_a_row)
         return _counts(self._on_device.tolist())
 
-    def unreported(self, limit: int) -> tuple[StepCounts, int] | None:
+    def take_unreported(self, limit: int) -> tuple[StepCounts, int] | None:
         """The counts, and how many steps were skipped since the last call.
 
         None if none was, or if the host would have to wait: counts of a device are copied every
@@ -113,7 +113,7 @@ def _counts(numbers: list[float]) -> StepCounts:
 class SessionForReports(Protocol):
     """What the messages about steps need of the session."""
 
-    max_skips: int  # skips in a row that are logged as an error
+    max_consecutive_skips: int  # skips in a row that are logged as an error
     last_loss: Callable[[], Tensor | None]  # that of the last block, if it is still in use
 
     @property
@@ -130,7 +130,7 @@ class SessionForReports(Protocol):
 class StepReports:
     """The messages about the steps of one optimizer."""
 
-    def __init__(self, optimizer: Any, gradients: Gradients, counter: StepCounter) -> None:
+    def __init__(self, optimizer: Any, gradients: OptimizerGradients, counter: StepCounter) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._gradients = gradients
@@ -146,8 +146,10 @@ class StepReports:
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
-        if (unreported := self._counter.unreported(session.max_skips)) is not None:
-            self._log_skipped(*unreported, session)
+        if (
+            take_unreported := self._counter.take_unreported(session.max_consecutive_skips)
+        ) is not None:
+            self._log_skipped(*take_unreported, session)
         if not (self._gradients.had_block or self._has_warned_of_no_block) and session.wants_blocks:
             self._warn_without_block()
         self._steps += 1
@@ -161,12 +163,15 @@ class StepReports:
         in a row on: that waits too, and training is at a standstill then.
         """
         streak = counts.skipped_in_a_row
-        is_left_over = streak > 1 and self._gradients.is_left_over()
+        is_left_over = streak > 1 and self._gradients.overflow_is_left_over()
         steps = "a step" if new == 1 else f"{new} steps"
-        if streak >= _STREAK:
+        if streak >= _MANY_SKIPS:
             steps = f"{streak} steps in a row"
         before = max(0, streak - new)
-        if streak < _STREAK or (streak // _STREAK).bit_length() > (before // _STREAK).bit_length():
+        if (
+            streak < _MANY_SKIPS
+            or (streak // _MANY_SKIPS).bit_length() > (before // _MANY_SKIPS).bit_length()
+        ):
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
                 self._name,
@@ -176,14 +181,14 @@ class StepReports:
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_warned_of_loss else session.last_loss()
-        if loss is not None and (loss.is_cpu or streak >= _STREAK) and _is_not_finite(loss):
+        if loss is not None and (loss.is_cpu or streak >= _MANY_SKIPS) and _is_not_finite(loss):
             self._has_warned_of_loss = True
             logger.warning(
                 "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
                 "scale cures it. To see where: ampatch run --debug SCRIPT, or "
                 "ampatch.debug(model)."
             )
-        if streak >= session.max_skips > streak - new and is_left_over:
+        if streak >= session.max_consecutive_skips > streak - new and is_left_over:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
@@ -192,7 +197,7 @@ class StepReports:
                 _LEFT_OVER,
                 self._nonfinite_grads(session.parameter_names()),
             )
-        elif streak >= session.max_skips > streak - new:
+        elif streak >= session.max_consecutive_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
@@ -210,9 +215,9 @@ class StepReports:
             for path, param in self._params_with_paths()
             if param.grad is not None and not bool(torch.isfinite(real_values(param.grad)).all())
         ]
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        more = f" and {len(bad) - _MAX_NAMES_SHOWN} more" if len(bad) > _MAX_NAMES_SHOWN else ""
         return (
-            ", ".join(bad[:_SHOWN]) + more
+            ", ".join(bad[:_MAX_NAMES_SHOWN]) + more
         ) or "none here now (zeroed since, or on another rank)"
 
     def _warn_without_block(self) -> None:

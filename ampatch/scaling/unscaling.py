@@ -15,7 +15,7 @@ from ..torch_private import foreach
 from ..torch_private.amp_kernels import check_and_unscale_
 from ..torch_private.devices import is_owned_by_host
 from ..torch_private.dtensors import are_laid_out_alike, local_of
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 _dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_sparse"))
 _HALF = frozenset(HALF_DTYPES)
@@ -25,7 +25,7 @@ _reciprocal = torch.ops.aten.reciprocal.default
 """Not `torch.reciprocal`, which is patched: reports would count the call as the script's."""
 
 
-def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> Flag:
+def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> OverflowFlag:
     """Divide gradients by `scale` (0-dim), in place; returns whether they had an inf or NaN.
 
     `as_bool`: as a `bool`, which waits for the device; else a 0-dim FP32 tensor beside `scale`.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..gradients import Gradients
+from ..gradients import OptimizerGradients
 from ..scale_value import is_set
 
 
@@ -28,7 +28,7 @@ class Managed(Protocol):
 
     optimizer: Any
     session: Any
-    gradients: Gradients
+    gradients: OptimizerGradients
     parameters: Callable[[], Sequence[Tensor]]
     is_evaluating: bool
 

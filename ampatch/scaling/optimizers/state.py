@@ -34,15 +34,17 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-Replaced = list[tuple[Any, Any, Any]]  # container, key, the value before
+ReplacedValues = list[tuple[Any, Any, Any]]  # container, key, the value before
 
 
-def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | None = None) -> None:
+def fit_state(
+    optimizer: Any, changed: Collection[int], replaced: ReplacedValues | None = None
+) -> None:
     """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
 
     `replaced` gets the earlier values, for `put_back`.
     """
-    replaced_values: Replaced = [] if replaced is None else replaced
+    replaced_values: ReplacedValues = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in states_of(optimizer) if changed else ():
         for param in params:
@@ -50,7 +52,7 @@ def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | Non
                 _fit(state, param, param.dtype, replaced_values)
 
 
-def put_back(replaced: Replaced) -> None:
+def put_back(replaced: ReplacedValues) -> None:
     """Undo `fit_state`."""
     while replaced:
         container, key, value = replaced[-1]
@@ -58,7 +60,7 @@ def put_back(replaced: Replaced) -> None:
         replaced.pop()
 
 
-def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: Replaced) -> None:
+def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
     """Cast `container[key]`, what an optimizer keeps for a parameter; its "step" is left alone."""
     value = container[key]
     if isinstance(value, dict):

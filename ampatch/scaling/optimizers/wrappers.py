@@ -21,7 +21,7 @@ class _Slot:
         self.replacement: Replacement | None = replacement
 
 
-class Methods:
+class ReplacedMethods:
     """Shadows methods of an optimizer by bound methods in its `__dict__`.
 
     LR schedulers rebind `step.__func__`, so the shadow must be a bound method of the optimizer.  If
