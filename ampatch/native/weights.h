@@ -189,15 +189,16 @@ PyObject* item_at(PyObject* list, PyObject* number) {
   return PyList_GET_ITEM(list, index);
 }
 
-// set_entries(dicts, names, sources, new, old): dicts[i][names[i]] becomes new[sources[i]];
-// with `old` only if all entries are old[sources[i]].  Returns whether it was done.
+// set_entries(dicts, names, indices, values, expected): set each dicts[i][names[i]] to
+// values[indices[i]].  With `expected`, nothing is set unless every entry is expected[indices[i]].
+// Returns whether the entries were set.
 // In Python: `set_entries` of `models/half_copy_slots.py`.
 PyObject* set_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
       count == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
           (args[4] == Py_None || PyList_CheckExact(args[4])),
-      "set_entries(dicts: list, names: list, sources: list, new: list, old: list | None)");
+      "set_entries(dicts: list, names: list, indices: list, values: list, expected: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);
   for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
     PyObject* value =

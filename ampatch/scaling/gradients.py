@@ -6,10 +6,10 @@
     NOT_SCALED  no gradients, or complete FP32 gradients from outside of blocks
     SCALED      gradients multiplied by a loss scale: a `scale_loss` block is open (`block` is set),
                 or a block with `delay_unscale` has ended (`applied_scale` is set)
-    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has used
-                their `check`
-    FOUND_INF   the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
-                tensor whose value only the device knows
+    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has
+                consumed their `check`
+    FOUND_INF   as UNSCALED, but the next step is skipped if `check.found_inf` is set.  `found_inf`
+                is True, or a device tensor that the host has not read
 
     NOT_SCALED, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
     SCALED -> UNSCALED, FOUND_INF     `after_backward`; for gradients of `delay_unscale`
@@ -18,10 +18,10 @@
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
     any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
 
-Where earlier gradients are during a block: complete ones move from `.grad` to
-`OptimizerBlock.saved`, so that the new ones can be unscaled by themselves.  Scaled ones stay in
-`.grad`: in the block a script reduces, reads or clips the sum.  With several ranks complete ones
-stay too, multiplied by the scale of the new ones: one all-reduce serves both.
+During a block complete earlier gradients move from `.grad` to `OptimizerBlock.saved`, so that the
+new gradients can be unscaled by themselves.  Scaled earlier gradients stay in `.grad`: in the block
+a script reduces, reads or clips the sum.  With several ranks complete earlier gradients stay in
+`.grad` too, multiplied by the scale of the new ones: one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .unscaling import add_back
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
 _GRADIENTS_HAVE_GRAPH = (
-    "%s: gradients have a graph (backward(create_graph=True)) of the loss times the loss scale. "
-    "They are unscaled, and their graph is not: a second derivative by p.grad is multiplied by the "
-    "loss scale. Take torch.autograd.grad(loss, parameters, create_graph=True) of the loss itself, "
-    "or loss_scale=1."
+    "%s: gradients were made with backward(create_graph=True). ampatch unscales them, but their "
+    "graph still contains the loss scale, so second derivatives through p.grad are multiplied by "
+    "it. Use torch.autograd.grad(loss, parameters, create_graph=True) on the unscaled loss, or "
+    "loss_scale=1."
 )
 
 
 class GradState(enum.Enum):
-    """See the note of states."""
+    """What `.grad` of an optimizer's parameters holds; see the note of states."""
 
     NOT_SCALED = enum.auto()
     SCALED = enum.auto()
@@ -66,14 +66,13 @@ class OverflowCheck:
     found_inf: OverflowFlag
     scaler: Scaler
     is_all_reduced: bool  # all processes share the flag
-    found_inf_since_step: (
-        OverflowFlag | None
-    )  # of gradients newer than the last step; None: there are none
-    includes_stepped: bool = False  # some gradients are left from an earlier step: see `recheck`
-    is_consumed: bool = False  # a step has used the flag
+    # The flag of gradients that are newer than the last step; None: there are no such gradients.
+    found_inf_since_step: OverflowFlag | None
+    includes_stepped: bool = False  # some gradients were there at the last step: see `recheck`
+    is_consumed: bool = False  # a step has read the flag
 
     def merged_with(self, earlier: OverflowCheck) -> OverflowCheck:
-        """This check and an earlier one of the same gradients, as one."""
+        """One check for this one and an earlier check of the same gradients."""
         if earlier.is_consumed:
             return self
         scaler = earlier.scaler if earlier.found_inf is True else self.scaler
@@ -86,7 +85,7 @@ class OverflowCheck:
 
 
 class GradSnapshot(NamedTuple):
-    """The gradients at one moment, to tell later which have changed."""
+    """The gradients of an optimizer at one moment, to tell later whether they have changed."""
 
     block_count: int
     grads: list[Tensor | None]
@@ -97,9 +96,11 @@ class GradSnapshot(NamedTuple):
 class OptimizerBlock:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
+    # By parameter id: the first optimizer of the block that has the parameter; it alone unscales
+    # the gradient.
     first_optimizer_of: dict[int, OptimizerGradients]
     saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
-    before: GradSnapshot | None = None  # of the earlier gradients, if they stay in `.grad`
+    before: GradSnapshot | None = None  # the earlier gradients, if they stay in `.grad`
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,7 +109,7 @@ class AppliedScale:
 
     scaler: Scaler
     scale: Any
-    generation: int  # of the scaler
+    generation: int  # of the scaler, when `scale` was read
     members: list[OptimizerGradients] = dataclasses.field(default_factory=list)
 
     def join(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
@@ -122,18 +123,19 @@ class AppliedScale:
 class OptimizerGradients:
     """The gradients of `optimizer`, through blocks, steps and `zero_grad`.
 
-    The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
-    block share a parameter, only the first of them unscales its gradient (`find_first_optimizers`).
+    The ranks of `process_group` share their overflow flag in each block.  If optimizers of a block
+    share a parameter, only the first of them unscales its gradient (`find_first_optimizers`).
+    `members` in this package are the `OptimizerGradients` of several optimizers.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
         self.block: OptimizerBlock | None = None
         self.applied_scale: AppliedScale | None = None
-        self.check: OverflowCheck | None = None  # since gradients were zeroed
+        self.check: OverflowCheck | None = None  # all checks since gradients were zeroed
         self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
         self.scaled_by_other_block = False  # a block without this optimizer has added gradients
-        self.had_block = False  # since the last step
+        self.had_block = False  # a block has begun since the last step
         self.block_count = 0
         self.has_logged_no_backward = False
         self._has_logged_graph = False
@@ -150,7 +152,10 @@ class OptimizerGradients:
         return GradState.FOUND_INF if may_skip else GradState.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors that the optimizer updates; perhaps the list of a group: do not change it."""
+        """The tensors that the optimizer updates.
+
+        This may be the `params` list of a group, so callers must not change it.
+        """
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -166,7 +171,7 @@ class OptimizerGradients:
     # A block
 
     def before_block(self) -> None:
-        """Log gradients that another block left scaled; recheck gradients that a step has used."""
+        """Log gradients that another block left scaled; recheck those left by an earlier step."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
@@ -183,9 +188,10 @@ class OptimizerGradients:
         shared_scale: AppliedScale,
         first_optimizer_of: dict[int, OptimizerGradients],
     ) -> OptimizerBlock:
-        """Open a block.  `earlier` are the parameters that have gradients.
+        """Open a block.
 
-        These are saved in the block, or stay in `.grad`, scaled.
+        `earlier`: the parameters that already have gradients.  Those gradients are saved in the
+        block, or are scaled and stay in `.grad`.
         """
         if not earlier:
             self.applied_scale = None
@@ -227,7 +233,7 @@ class OptimizerGradients:
         return check
 
     def abandon(self) -> None:
-        """The block failed: drop its gradients, and put back the earlier ones."""
+        """End a failed block: drop its gradients, and put back the earlier ones."""
         if (block := self.block) is None:
             return
         if self.applied_scale is not None:
@@ -257,9 +263,10 @@ class OptimizerGradients:
     def unscale(
         self, scaler: Scaler, scale: Any, first_optimizer_of: dict[int, OptimizerGradients]
     ) -> OverflowCheck | None:
-        """Unscale the gradients and check them for overflow; None: nothing was checked.
+        """Unscale the gradients and check them for overflow.  None: nothing was checked.
 
-        Those that another optimizer of the block has unscaled are only checked: unscaled by 1.
+        Gradients that another optimizer of the block has already unscaled are only checked, by
+        unscaling them with a scale of 1.
         """
         params = self.parameters()
         own_params = self._own_params(params, first_optimizer_of) if first_optimizer_of else params
@@ -306,11 +313,11 @@ class OptimizerGradients:
         )
 
     def recheck(self) -> OverflowFlag | None:
-        """Check gradients again where their check may no longer hold.
+        """Check gradients again if their check may no longer hold.
 
-        That is so after a step, if they were not zeroed: an inf may be left in them.  And with
-        several processes: a script may have averaged the inf of another rank into them.  Returns
-        found_inf; None: nothing was checked.
+        A check no longer holds after a step without `zero_grad`, because an inf may be left in the
+        gradients.  With several processes it may not hold either: the script may have averaged
+        another rank's inf into them.  Returns found_inf, or None if nothing was checked.
         """
         earlier = self.check
         if earlier is None or self.block is not None or self.applied_scale is not None:
@@ -322,7 +329,9 @@ class OptimizerGradients:
                 self.check = None
             return None
         scale = earlier.scaler.peek()
-        check = self.unscale(earlier.scaler, scale / scale, {})  # 1, where the scale lives
+        check = self.unscale(
+            earlier.scaler, scale / scale, {}
+        )  # a scale of 1 on the scale's device
         if check is None:
             return None
         if earlier.is_consumed:
@@ -334,7 +343,8 @@ class OptimizerGradients:
     def overflow_is_left_over(self) -> bool:
         """Whether the overflow is only in gradients of an earlier step, which were not zeroed.
 
-        With several ranks always False: new gradients are added in place.  Waits for the device.
+        With several ranks always False: new gradients are added in place.  Synchronizes with the
+        device.
         """
         check = self.check
         if check is None or not check.includes_stepped:
@@ -344,7 +354,7 @@ class OptimizerGradients:
     # Steps and zeroes
 
     def take_found_inf(self) -> OverflowFlag | None:
-        """The overflow flag of the present gradients, for a step; None: nothing was checked."""
+        """Consume the check, for a step.  Returns its flag, or None if nothing was checked."""
         check = self.check
         if check is None or check.is_consumed:
             return None
@@ -352,22 +362,24 @@ class OptimizerGradients:
         return check.found_inf if self.has_gradients() else None
 
     def zeroed(self) -> None:
-        """All gradients were zeroed: forget their scale and their overflow."""
+        """Forget scale and overflow of the gradients, which were zeroed."""
         self.applied_scale = None
         self.scaled_by_other_block = False
         self._forget()
         if (block := self.block) is None:
             return
         block.saved = []
-        if (
-            block.first_optimizer_of
-        ):  # other optimizers of the block may have saved gradients of these
+        if block.first_optimizer_of:
+            # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
             for gradients in dict.fromkeys(block.first_optimizer_of.values()):
                 gradients.zeroed_by_others(zeroed)
 
     def zeroed_by_others(self, zeroed: set[int]) -> None:
-        """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
+        """Drop saved gradients of parameters (ids) whose gradients were zeroed elsewhere.
+
+        If no gradient is left, forget the overflow.
+        """
         if (block := self.block) is not None:
             block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
             if block.saved:
@@ -381,12 +393,13 @@ class OptimizerGradients:
         for update in self.pending_updates:
             update.forget_checks(self)
 
-    # Blocks of other optimizers.  A GAN lets them add scaled gradients here, and zeroes these.
+    # Blocks of other optimizers: in a GAN the generator's backward also adds scaled gradients to
+    # the discriminator, which the script then zeroes.
 
     def before_other_block(self) -> GradSnapshot | None:
         """The gradients as they are before a block of another optimizer, for `after_other_block`.
 
-        None: this optimizer is in a block of its own, in another thread.
+        Returns None if this optimizer is in a block of its own, in another thread.
         """
         return self.snapshot() if self.block is None else None
 
@@ -414,21 +427,23 @@ class OptimizerGradients:
         """Log an error if gradients that another optimizer's block scaled are to be used."""
         if self.scaled_by_other_block and self.has_gradients():
             logger.error(
-                "%s: its gradients are still scaled: an ampatch.scale_loss block that did not get "
-                "this optimizer made them. Pass every optimizer that the loss reaches, "
-                "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
+                "%s: its gradients are still scaled, because they come from an ampatch.scale_loss "
+                "block that this optimizer was not passed to. Pass every optimizer that the loss "
+                "reaches, scale_loss(loss, [first, second]), or zero_grad() this one before its "
+                "own block.",
                 type(self.optimizer).__name__,
             )
         self.scaled_by_other_block = False
 
 
 def find_first_optimizers(members: Sequence[OptimizerGradients]) -> dict[int, OptimizerGradients]:
-    """Maps ids of parameters to the first optimizer that has each; {} where none is shared.
+    """Map the id of each parameter to the first of `members` that has it; {} if none is shared.
 
-    Only the first scales and unscales a gradient.  After an overflow in it all of them skip.
+    Only this optimizer scales and unscales the gradient.  After an overflow in it all optimizers
+    that have the parameter skip.
     """
     if len(members) < 2:
         return {}
-    holders = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
-    first = dict(reversed(holders))
-    return first if len(first) < len(holders) else {}
+    pairs = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
+    first_optimizer_of = dict(reversed(pairs))
+    return first_optimizer_of if len(first_optimizer_of) < len(pairs) else {}

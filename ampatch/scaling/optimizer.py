@@ -33,8 +33,8 @@ LoadedState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 checkpoint_readers: list[
     Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], LoadedState]
 ] = []
-"""Readers of other packages' checkpoints.  Each takes `(state, optimizer, is_in_half)`, and returns
-the state in torch's layout, and parameters with the FP32 values that were saved for them.
+"""Readers of other packages' checkpoints.  Each takes `(state, optimizer, computes_in_half)`, and
+returns the state in torch's layout, and parameters with the FP32 values that were saved for them.
 """
 
 
@@ -42,7 +42,7 @@ class SessionForOptimizer(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
-    observers: Any  # of steps; `observers.all` is empty if there are none
+    observers: Any  # the observers of steps; `observers.all` is empty if there are none
 
     casts_off: Callable[..., Any]
     """`casts_off(function, ...)` calls a function without casts: the optimizer's own step."""
@@ -51,7 +51,7 @@ class SessionForOptimizer(Protocol):
     """`casts_on(closure, ...)`, within `casts_off`: calls it with the casts from before that."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """A step has ended, skipped or not."""
+        """Called after each step, skipped or not."""
 
     def looks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
@@ -61,7 +61,7 @@ class SessionForOptimizer(Protocol):
 
 
 class ManagedOptimizer:
-    """An optimizer whose step looks for overflow.
+    """An optimizer whose step is skipped after an overflow.
 
     `gradients` follows the gradients from `scale_loss` to the step, `counter` counts the steps, and
     `reports` logs messages about them.
@@ -71,12 +71,13 @@ class ManagedOptimizer:
         self.optimizer = optimizer
         self.session = session
         self.gradients = OptimizerGradients(optimizer, session.process_group)
-        self.parameters = self.gradients.parameters  # an attribute: each step asks
+        self.parameters = self.gradients.parameters  # bound once: read in every step
         self.counter = StepCounter()
         self.reports = StepReports(optimizer, self.gradients, self.counter)
         self.replaced_state: ReplacedValues = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        self.skipped: bool | Tensor = False  # the last step; read a tensor late: that waits
+        # Whether the last step was skipped.  Read a tensor late, since reading synchronizes.
+        self.skipped: bool | Tensor = False
         self._is_zero_redundancy = is_zero_redundancy(optimizer)
         self._methods = ReplacedMethods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
@@ -93,7 +94,7 @@ class ManagedOptimizer:
 
     def reinstall(self) -> None:
         """Replace the methods again after `uninstall`."""
-        self._methods.take_out()
+        self._methods.restore()
         replacements = {
             "step": self._step,
             "zero_grad": self._zero_grad,
@@ -106,18 +107,18 @@ class ManagedOptimizer:
             }
         for name, replacement in replacements.items():
             if hasattr(self.optimizer, name):
-                self._methods.put(name, replacement)
+                self._methods.replace(name, replacement)
 
     def uninstall(self) -> None:
-        """Give the optimizer its own methods back; gradients are left unscaled.
+        """Give the optimizer its own methods back, and unscale gradients that are still scaled.
 
-        After an `initialize` that failed, its state has its former dtypes again.
+        After an `initialize` that failed, also give its state its former dtypes back.
         """
         try:
             put_back(self.replaced_state)
             unscale_delayed(self.gradients)
         finally:
-            self._methods.take_out()
+            self._methods.restore()
 
     # The step
 
@@ -159,14 +160,15 @@ class ManagedOptimizer:
         return evaluate
 
     def before_step(self) -> None:
-        """Unscale and recheck gradients, and run updates of scalers that wait for this step."""
+        """Unscale and recheck gradients, and run the pending updates of scalers."""
         if self.session.observers.all:
             self.session.observers.notify("on_step_begin", self.optimizer)
         if self._is_zero_redundancy and self.session.looks_for_overflow():
             zero_redundancy.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.scaled_by_other_block:
-            gradients.had_block = True  # the error about that block is enough
+            # No second message about a missing block: the next line logs an error.
+            gradients.had_block = True
             gradients.report_scaled_by_other_block()
         if gradients.state is GradState.SCALED:
             if gradients.block is not None:
@@ -182,7 +184,7 @@ class ManagedOptimizer:
             gradients.recheck()
 
     def after_step(self) -> None:
-        """A step has ended; `record_step` was called."""
+        """Finish a step; to be called after `record_step`."""
         self.session.after_step(self)
         self.gradients.had_block = False
 
@@ -217,7 +219,11 @@ class ManagedOptimizer:
                 attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is skipped, for schedulers too: they warn of forgotten steps."""
+        """Record whether this step is skipped.
+
+        Also marks a skipped step as called, or LR schedulers would warn that `optimizer.step()` was
+        not called.
+        """
         self.skipped = skipped
         self.counter.record(skipped)
         if skipped is True:
@@ -236,7 +242,7 @@ class ManagedOptimizer:
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Load a state, also in a format of `checkpoint_readers`; FP32 values go to the weights."""
+        """Load a state, and copy FP32 values that `checkpoint_readers` find to the weights."""
         if args:
             state, args = args[0], args[1:]
         else:

@@ -37,7 +37,7 @@ def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -
 def update_(
     scale: Tensor, tracker: Tensor, found_inf: OverflowFlag, settings: ScaleSettings
 ) -> None:
-    """`updated` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
+    """`updated` in place, for 0-dim tensors (FP32, int32).  Does not synchronize."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)
@@ -62,5 +62,5 @@ def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
 
 
 def is_set(flag: OverflowFlag) -> bool:
-    """Whether the flag is set.  Waits for the device, if the flag is a tensor there."""
+    """Whether the flag is set.  Synchronizes with the device if the flag is a tensor."""
     return flag if isinstance(flag, bool) else bool(flag.item())

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def states_of(optimizer: Any) -> list[Any]:
-    """`optimizer.state`, and that of the optimizers in its attributes, in lists too."""
+    """`optimizer.state`, and the states of optimizers in its attributes, also in lists there."""
     optimizers = [optimizer]
     states = {}
-    for each in optimizers:  # which grows in this loop
-        state = getattr(each, "state", None)
+    for member in optimizers:  # the list grows in this loop
+        state = getattr(member, "state", None)
         if state is not None:
             states[id(state)] = state
-        for value in vars(each).values():
+        for value in vars(member).values():
             optimizers += [
                 item for item in _items(value) if _is_optimizer(item) and item not in optimizers
             ]
@@ -34,7 +34,8 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-ReplacedValues = list[tuple[Any, Any, Any]]  # container, key, the value before
+ReplacedValues = list[tuple[Any, Any, Any]]
+"""For each replaced value: its container, its key, and the value before."""
 
 
 def fit_state(
@@ -61,7 +62,7 @@ def put_back(replaced: ReplacedValues) -> None:
 
 
 def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
-    """Cast `container[key]`, what an optimizer keeps for a parameter; its "step" is left alone."""
+    """Cast `container[key]`, a parameter's state or an item of it, except the item "step"."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:
