@@ -14,7 +14,7 @@ from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
-from ..session.session import cast_state, registry
+from ..session.session import get_cast_state, registry
 from ..torch_private.autocast import devices_on, half_dtype
 from ..types import Function, Owner, Precision
 
@@ -43,8 +43,8 @@ def _decorated(function: Any, rule: Rule, user_call: str) -> Any:
     user_functions.check_can_follow_rule(function, user_call)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
-        return user_functions.casting_wrapper(function, choose, cast_state)
-    replacements = user_functions.function_class_replacements(function, choose, cast_state)
+        return user_functions.casting_wrapper(function, choose, get_cast_state)
+    replacements = user_functions.function_class_replacements(function, choose, get_cast_state)
     for name, make in replacements.items():
         setattr(function, name, make(inspect.getattr_static(function, name)))
     return function

@@ -219,7 +219,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     """
     user_call = "ampatch.add_models"
     listed = argument_checks.as_models(models, user_call)
-    session = registry.session_of(to, f"{user_call}(to=...)")
+    session = registry.require_session_of(to, f"{user_call}(to=...)")
     sessions = [registry.objects.session_of(model) for model in listed]
     if not {*sessions} <= {None, session}:
         raise AmpatchError(

@@ -75,16 +75,16 @@ def init(
         enabled = False
     arguments = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
-        if session.handle is not None:
+        if session.init_handle is not None:
             return _existing_handle(session, arguments)
     set_verbosity(1)
     level = level.replace("O0", "O1")
     properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **arguments)
     session = Session(properties, has_apex_tables=True)
-    session.handle = Handle(session, has_cache=bool(enable_caching))
+    session.init_handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
     (logger.info if verbose else logger.debug)("ampatch.init: %s", properties)
-    return session.handle
+    return session.init_handle
 
 
 def _existing_handle(session: Session, arguments: dict[str, Any]) -> Handle:
@@ -99,7 +99,7 @@ def _existing_handle(session: Session, arguments: dict[str, Any]) -> Handle:
             "settings call handle._deactivate() first.",
             ", ".join(differing),
         )
-    return session.handle
+    return session.init_handle
 
 
 class Handle:

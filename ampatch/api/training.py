@@ -18,7 +18,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
 from ..scaling.steps import StepCounts
-from ..session.object_registry import alive
+from ..session.object_registry import live_counterparts
 from ..session.session import Session, registry
 from ..types import AnyOptimizer, Optimizer
 
@@ -107,7 +107,7 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
             "with enabled=False, and nothing would unscale their gradients. Expected the same "
             "enabled=... for all models and optimizers of a loss."
         )
-    return first if first.looks_for_overflow() and not second.looks_for_overflow() else second
+    return first if first.checks_for_overflow() and not second.checks_for_overflow() else second
 
 
 def _managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
@@ -126,7 +126,7 @@ def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session,
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
-    optimizers += alive(*[session.unmanaged_entries for session in registry.sessions])
+    optimizers += live_counterparts(*[session.unmanaged_entries for session in registry.sessions])
     names = Counter(type(known).__name__ for known in optimizers)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
@@ -189,10 +189,12 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
     """The loss scalers of the session that has `of`, else of the last that scales losses."""
     session = (
-        registry.session_of(of, user_call) if of is not None else registry.latest_scaling(user_call)
+        registry.require_session_of(of, user_call)
+        if of is not None
+        else registry.latest_scaling(user_call)
     )
     others = [other for other in registry.scaling_sessions() if other is not session]
-    if of is None and any(other.looks_for_overflow() for other in others):
+    if of is None and any(other.checks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers only the last session that has an optimizer; other sessions have their "
             "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",

@@ -4,7 +4,7 @@
 cast on its device type.  A region enabled inside a managed forward at O1 gives the half dtype:
 ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
 casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
-again: see `CastState.policy_of_forward`.  torch's own code enters regions too, to restore the
+again: see `CastState.set_policy_args`.  torch's own code enters regions too, to restore the
 autocast state of a forward.  The code that it runs there is under the policy of that forward
 (`context_propagation`), the innermost one.
 
@@ -122,7 +122,7 @@ class AutocastInterop:
     def _enter_call(self, region: torch.autocast) -> None:
         """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
-        policy, is_on = state.current(), is_enabled(device)
+        policy, is_on = state.current_policy(), is_enabled(device)
         is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on_device(device):
             pass
@@ -143,7 +143,7 @@ class AutocastInterop:
             if is_dynamo_compiling() or _is_of_torch(_module(sys._getframe(1))):
                 return
             device = _device_of(args, kwargs, default)
-            if self._state.policy_on(device) is not None:
+            if self._state.current_policy_for_device(device) is not None:
                 logger.warning(
                     "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
                     "casts stay. To run code without them write `with torch.autocast(%r, "
@@ -184,7 +184,7 @@ class AutocastInterop:
         A policy with a condition casts some calls only, and libraries must not cast the others.  So
         only `custom_fwd` gets an answer by that policy.
         """
-        policy = self._state.policy_on(device)
+        policy = self._state.current_policy_for_device(device)
         if policy is None or policy.condition is None:
             return policy
         return policy if caller is not None and _module(caller) == AUTOCAST else None

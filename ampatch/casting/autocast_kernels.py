@@ -47,9 +47,11 @@ def _with_autocast_kernel(
             return original(self, *args, **kwargs)
         present = {dtype_and_device(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
-            half = None if is_enabled(device) else state.half_dtype_of(device, args, kwargs)
+            half = None if is_enabled(device) else state.autocast_kernel_dtype(device, args, kwargs)
             if half in HALF_DTYPES:
-                return state.casts_off(call_with, device, half, original, (self, *args), kwargs)
+                return state.call_without_casts(
+                    call_with, device, half, original, (self, *args), kwargs
+                )
         return original(self, *args, **kwargs)
 
     return __call__

@@ -2,7 +2,7 @@
 
 While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
 weight cache reports the half copies that it makes.  The code that adds an observer also calls
-`CastState.acquire`; without it patched calls do not look here.
+`CastState.acquire_thread_policies`; without it patched calls do not look here.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentra
 from ..torch_private.probes import keeps_graph
 from .calls import (
     BACKWARD,
-    BLOCK,
     INHERIT,
+    INTERNAL,
     USER_BLOCK,
     Call,
     CastState,
-    computes_in,
+    current_compute_dtype,
     thread_calls,
 )
 from .patches import Patch
@@ -87,14 +87,16 @@ def _init_recording_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        policy = state.forward_policy() if may_cast else None  # `may_cast` saves two calls
+        policy = (
+            state.current_policy_in_forwards() if may_cast else None
+        )  # `may_cast` saves two calls
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_on():
             setattr(self, _TORCH_CASTS_TOO, True)
         for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
-                    setattr(self, _SWAPS, (swaps, computes_in()))
+                    setattr(self, _SWAPS, (swaps, current_compute_dtype()))
                 break
 
     return __init__
@@ -110,13 +112,15 @@ def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callab
         if policy is _NOT_RECORDED or is_dynamo_compiling():
             return original(self, *args)
         restores_casts = has_custom_fwd(self) and not hasattr(self, _TORCH_CASTS_TOO)
-        if policy is state.current() and not restores_casts:
+        if policy is state.current_policy() and not restores_casts:
             if not swaps:
                 return original(self, *args)
             policy = INHERIT
-        captured = _CapturedState(policy, BACKWARD if restores_casts else BLOCK, swaps, dtype)
+        captured = _CapturedState(policy, BACKWARD if restores_casts else INTERNAL, swaps, dtype)
         try:
-            return state.within(functools.partial(captured.enter, state), original, self, *args)
+            return state.run_in_call(
+                functools.partial(captured.enter, state), original, self, *args
+            )
         finally:
             if swaps and not keeps_graph():
                 setattr(self, _SWAPS, _NO_SWAPS)
@@ -133,7 +137,7 @@ class _CapturedState(NamedTuple):
     policy: Any
     kind: str
     swaps: Sequence[Any] = ()
-    computes_in: Any = INHERIT
+    compute_dtype: Any = INHERIT
 
     def enter(self, state: CastState, call: Call) -> None:
         """Enter `call`, and inside it a call for each further swap; they exit with `call`."""
@@ -145,7 +149,7 @@ class _CapturedState(NamedTuple):
                 call = Call()
                 state.enter(call, None)
             swap.swap_in_again(call)
-        call.computes_in = self.computes_in
+        call.compute_dtype = self.compute_dtype
 
     def enter_recompute(self, state: CastState, call: Call) -> None:
         """As `enter`, with half copies of its own."""
@@ -156,16 +160,16 @@ class _CapturedState(NamedTuple):
 
 def _capture(state: CastState) -> _CapturedState:
     """The state of this thread; `kind` is USER_BLOCK if the user has set the policy."""
-    policy = state.forward_policy()
+    policy = state.current_policy_in_forwards()
     innermost_policy, by_user = state.innermost_policy()
-    kind = USER_BLOCK if by_user and policy is innermost_policy else BLOCK
-    return _CapturedState(policy, kind, state.swaps(), computes_in())
+    kind = USER_BLOCK if by_user and policy is innermost_policy else INTERNAL
+    return _CapturedState(policy, kind, state.swaps(), current_compute_dtype())
 
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
     """`function` under the policy that is active now; torch's autocast is that of its thread."""
     captured = _capture(state)._replace(swaps=())
-    return functools.partial(state.within, functools.partial(captured.enter, state), function)
+    return functools.partial(state.run_in_call, functools.partial(captured.enter, state), function)
 
 
 def _recomputable(
@@ -173,7 +177,7 @@ def _recomputable(
 ) -> Callable:
     """`function` in the captured state, or that of this thread now, with half copies of its own."""
     enter = functools.partial((captured or _capture(state)).enter_recompute, state)
-    return functools.partial(state.within, enter, function)
+    return functools.partial(state.run_in_call, enter, function)
 
 
 def _non_reentrant(original: Callable, state: CastState) -> Callable:
@@ -211,7 +215,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
             captured.policy.cache.open_for_checkpoint(call)
             yield from checkpoint
         finally:
-            state.remove(call)  # perhaps late: a traceback keeps the generator alive
+            state.exit_out_of_order(call)  # perhaps late: a traceback keeps the generator alive
 
     return generator
 

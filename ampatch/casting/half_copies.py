@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import native
 from ..torch_private import foreach
-from ..torch_private.devices import copies_lists_at_once, device_and_stream
+from ..torch_private.devices import device_and_stream, has_foreach_copy_kernel
 from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_TABLES,
@@ -44,16 +44,16 @@ from ..torch_private.modules import (
 from ..torch_private.probes import (
     is_batched,
     is_distributed,
-    is_recording,
+    is_traced_or_transformed,
     keep_torch_methods,
     run_when_ready,
     running_ddp,
 )
 from ..torch_private.tensors import TENSOR_HOOKS_CAN_BE_SEEN, hooks_of
 
-MAX_WEIGHTS = 32
-MAX_BYTES = 8 * 2**20
-MAX_BYTES_OF_LISTS = 32 * 2**20
+MAX_BUCKET_WEIGHTS = 32
+MAX_BUCKET_BYTES = 8 * 2**20
+MAX_BUCKET_BYTES_FOREACH = 32 * 2**20
 """A bucket's limits; the bytes are those of its FP32 weights.
 
 The larger limit is for devices that copy a list in one kernel: fewer buckets are fewer kernels.
@@ -75,20 +75,20 @@ def cast_weights(
     dtype: torch.dtype,
     *,
     own_nodes: bool = False,
-    in_one_buffer: bool = False,
+    in_one_storage: bool = False,
 ) -> Sequence[Tensor]:
     """Copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
     One node of the graph makes them and takes sparse gradients.  With `own_nodes` there is a node
-    for each weight, and a weight may be of any class, such as DTensor.  `in_one_buffer` is for
-    weights of an RNN that share a memory buffer (`are_one_buffer`): then their copies share one.
+    for each weight, and a weight may be of any class, such as DTensor.  `in_one_storage` is for
+    weights of an RNN that share a memory buffer (`are_flat_weights`): then their copies share one.
 
     Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
     `F.linear` computes the batch of a non-contiguous input as one product only if the weight
     requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
     """
-    if in_one_buffer:
-        return _cast_weights(weights, dtype, False, _new_copies_in_one_buffer)
+    if in_one_storage:
+        return _cast_weights(weights, dtype, False, _new_copies_in_one_storage)
     if len(weights) == 1:
         return _cast_weights(weights, dtype, own_nodes)
     return _cast_many(weights, dtype, own_nodes)
@@ -101,7 +101,7 @@ def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-def _new_copies_in_one_buffer(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _new_copies_in_one_storage(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """As `_new_copies`, in one memory buffer that has the layout of the tensors' own buffer."""
     first = tensors[0]
     begin, end = span_of(tensors)
@@ -121,10 +121,10 @@ class _CastTogether(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, write: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
+        ctx: Any, make_copies: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(write(weights, dtype))
+        return tuple(make_copies(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,7 +132,7 @@ class _CastTogether(Function):
         can_be_one_batch = (
             set(map(_layout_of, present)) == {torch.strided}
             and not torch.is_grad_enabled()  # with create_graph each gradient is cast in the graph
-            and not is_recording()
+            and not is_traced_or_transformed()
             and not any(map(is_batched, present))
         )
         if can_be_one_batch:
@@ -151,19 +151,19 @@ def _cast_weights(
     weights: list[Tensor],
     dtype: torch.dtype,
     own_nodes: bool,
-    write: Callable[..., list[Tensor]] = _new_copies,
+    make_copies: Callable[..., list[Tensor]] = _new_copies,
 ) -> Sequence[Tensor]:
     """In C++: `cast_weights` of `weights.h`."""
     is_enabled = torch.is_grad_enabled()
     in_graph = is_enabled and any(map(_wants_grad, weights))
-    is_by_weight = own_nodes if in_graph else len(weights) == 1
+    casts_one_by_one = own_nodes if in_graph else len(weights) == 1
     copies: Sequence[Tensor]
-    if is_by_weight:
+    if casts_one_by_one:
         copies = [weight.to(dtype) for weight in weights]
     elif in_graph:
-        copies = _apply_without_checks(write, dtype, *weights)
+        copies = _apply_without_checks(make_copies, dtype, *weights)
     else:
-        copies = write(weights, dtype)
+        copies = make_copies(weights, dtype)
     if in_graph:
         for copy in copies if own_nodes else copies[:1]:
             run_when_ready(copy)
@@ -188,28 +188,30 @@ class Buckets:
         self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
         for module in root.modules():
             self._hook_tables += backward_tables(module)
-        self.all: list[list[Tensor]] = []
+        self.buckets: list[list[Tensor]] = []
         latest: dict[Any, list[Tensor]] = {}
         for weight in weights:
             key = device_and_stream(weight)
             bucket = latest.get(key)
             if bucket is None or not _has_room(bucket, weight):
                 bucket = latest[key] = []
-                self.all.append(bucket)
+                self.buckets.append(bucket)
             bucket.append(weight)
 
-    def to_cast(self) -> list[list[Tensor]]:
+    def lists_to_cast(self) -> list[list[Tensor]]:
         """Lists of weights for `cast_weights`, to be called as a forward begins.
 
         In a list all weights require a gradient, or none does.  No list has a weight that needs a
         node of its own.
         """
         if not torch.is_grad_enabled():  # no graph, so no hook runs
-            return self.all
-        may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
+            return self.buckets
+        may_share = (
+            HOOKS_CAN_BE_SEEN and self._model.training and may_share_across_bucket(self._model)
+        )
         hooked = ids_under_hooks(self._root) if may_share and any(self._hook_tables) else ()
         lists = []
-        for bucket in self.all:
+        for bucket in self.buckets:
             if may_share and not hooked and all_may_share_node(bucket[0], bucket):
                 lists.append(bucket)
                 continue
@@ -228,8 +230,10 @@ class Buckets:
 
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     elements = sum(other.numel() for other in bucket) + weight.numel()
-    max_bytes = MAX_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MAX_BYTES
-    return len(bucket) < MAX_WEIGHTS and elements * weight.element_size() <= max_bytes
+    max_bytes = (
+        MAX_BUCKET_BYTES_FOREACH if has_foreach_copy_kernel(weight.device) else MAX_BUCKET_BYTES
+    )
+    return len(bucket) < MAX_BUCKET_WEIGHTS and elements * weight.element_size() <= max_bytes
 
 
 def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
@@ -277,7 +281,7 @@ def ids_under_hooks(root: nn.Module) -> set[int]:
     }
 
 
-def may_use_all(model: nn.Module) -> bool:
+def may_share_across_bucket(model: nn.Module) -> bool:
     """Whether autograd may count all weights of a bucket as used if a forward uses one of them.
 
     It may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.

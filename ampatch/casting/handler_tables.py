@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
+from ..torch_private.torch_functions import C_NN, C_NN_NAME, NESTED_TENSORS
 
 _METHODS = (MethodType, classmethod, staticmethod)
 _MAX_DEPTH = 4
@@ -41,7 +41,7 @@ class HandlerTables:
         `holder` is the mode or the tensor whose handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
-            return _names_builtin({NN_NAME, original.__name__}, original)
+            return _names_builtin({C_NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
         search.in_function(getattr(handler, "__func__", handler), 0)
@@ -179,7 +179,7 @@ def _unwrapped(function: Any) -> Any:
 def _names_builtin(names: set[str], original: Callable) -> bool:
     """Whether code names the original as a builtin of `torch._C._nn`: F has some from there."""
     name = getattr(original, "__name__", "")
-    return NN_NAME in names and name in names and getattr(NN, name, None) is original
+    return C_NN_NAME in names and name in names and getattr(C_NN, name, None) is original
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -22,14 +22,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from ..torch_private.torch_functions import (
+    CACHED_OVERRIDE_FUNCTIONS,
     STACK_CHANGES,
-    TABLES,
-    count_modes,
-    is_mode_on,
+    is_torch_function_mode_enabled,
     original_of_matmul,
     overloaded_args,
-    pop_mode,
-    push_mode,
+    pop_torch_function_mode,
+    push_torch_function_mode,
+    torch_function_stack_len,
 )
 from .arguments import leaves
 from .calls import CastState
@@ -69,7 +69,7 @@ def call_handlers(
         with _within_mode(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)
 
-    if is_mode_on():
+    if is_torch_function_mode_enabled():
         with _without_innermost_mode() as mode:
             result = call_handler(mode)
         if result is not NotImplemented:
@@ -87,37 +87,39 @@ def call_handlers(
 
 @contextlib.contextmanager
 def _without_innermost_mode() -> Iterator[TorchFunctionMode]:
-    mode = pop_mode()
+    mode = pop_torch_function_mode()
     try:
         yield mode
     finally:
-        push_mode(mode)
+        push_torch_function_mode(mode)
 
 
 @contextlib.contextmanager
 def _within_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    push_mode(mode)
+    push_torch_function_mode(mode)
     try:
         yield
     finally:
-        pop_mode()
+        pop_torch_function_mode()
 
 
 @contextlib.contextmanager
-def without_modes() -> Iterator[None]:
+def without_torch_function_modes() -> Iterator[None]:
     """No mode sees the calls made in this block: calls of ampatch's hooks are no user's calls."""
-    modes = [pop_mode() for _ in range(count_modes())]
+    modes = [pop_torch_function_mode() for _ in range(torch_function_stack_len())]
     try:
         yield
     finally:
         for mode in reversed(modes):
-            push_mode(mode)
+            push_torch_function_mode(mode)
 
 
-def without_modes_if_any(state: CastState) -> AbstractContextManager[None]:
-    """`without_modes()`, if any thread is in a mode."""
+def without_torch_function_modes_if_any(state: CastState) -> AbstractContextManager[None]:
+    """`without_torch_function_modes()`, if any thread is in a mode."""
     return (
-        without_modes() if state.threads_in_modes and not is_dynamo_compiling() else _NULL_CONTEXT
+        without_torch_function_modes()
+        if state.threads_in_function_modes and not is_dynamo_compiling()
+        else _NULL_CONTEXT
     )
 
 
@@ -130,7 +132,7 @@ def refill_overridable_tables(patches: PatchSet) -> None:
     torch fills them once.  Tables from before the patches lack the replacements; tables that torch
     fills while the patches are installed would keep the replacements for ever.
     """
-    for name in TABLES:
+    for name in CACHED_OVERRIDE_FUNCTIONS:
         patches.replace(torch.overrides, name, lambda table: functools.cache(table.__wrapped__))
 
 
@@ -172,7 +174,7 @@ class FunctionModes:
     def record_thread(self) -> None:
         """Record whether this thread is in a mode."""
         thread = threading.get_ident()
-        is_in = count_modes() > 0
+        is_in = torch_function_stack_len() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return
@@ -185,8 +187,12 @@ class FunctionModes:
             self._update()
 
     def _update(self) -> None:
-        self._state.threads_in_modes = len(self._threads)
-        (self._state.acquire if self._threads else self._state.release)(self)
+        self._state.threads_in_function_modes = len(self._threads)
+        (
+            self._state.acquire_thread_policies
+            if self._threads
+            else self._state.release_thread_policies
+        )(self)
 
     def _recording(self, original: Callable) -> Callable:
         @functools.wraps(original)

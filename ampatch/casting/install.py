@@ -29,7 +29,7 @@ from .places import (
 from .rules import (
     BEYOND_CHOOSERS,
     CHOOSERS,
-    Choose,
+    ChooseDtype,
     banned,
     choose_float,
     no_rule,
@@ -54,8 +54,8 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
-        self.has_rows = False  # rows are in, at least EVERY_LEVEL's
-        self.has_tables = False
+        self.has_every_level_rows = False  # rows are in, at least EVERY_LEVEL's
+        self.has_cast_tables = False
         self.overridden: dict[Any, bool] = {}
         self._state = state
         self._get_state = get_state
@@ -70,7 +70,11 @@ class Installation:
         `overridden` has the functions of torch that policies override, and for each whether it
         computes in FP32 at every level.  If this fails halfway, it undoes its patches.
         """
-        self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
+        self.has_every_level_rows, self.has_cast_tables, self.overridden = (
+            True,
+            with_tables,
+            overridden,
+        )
         try:
             self._dynamo.correct_from_now()
             special = [*special_ops.embedding_forwards(), *self.autocast.regions()]
@@ -93,12 +97,14 @@ class Installation:
             self.undo()
             raise
 
-    def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
+    def apex_functions(
+        self, edits: Iterable[tuple[str, str, Rule | None]]
+    ) -> dict[Any, ChooseDtype]:
         """The rules of functions that only apex's tables have, for `Policy.functions`.
 
         `edits` are `(where, name, rule)` that replace the rules of rows; None: no cast.
         """
-        rules: dict[tuple[str, str], Choose] = {}
+        rules: dict[tuple[str, str], ChooseDtype] = {}
         for row in APEX:
             for name in row.names:
                 is_float = row.rule is Rule.FLOAT
@@ -117,7 +123,7 @@ class Installation:
         self.autocast.exit_regions()
         self._patches.undo()
         self.replacements.give_back()
-        self.has_rows = self.has_tables = False
+        self.has_every_level_rows = self.has_cast_tables = False
         self.overridden = {}
 
     def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
@@ -155,7 +161,7 @@ class Installation:
         """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
-        choose: Choose = no_rule
+        choose: ChooseDtype = no_rule
         if row is not None and row.rule is Rule.BANNED:
             choose = banned(_message(row, name))
         elif row is not None:
@@ -166,7 +172,7 @@ class Installation:
         return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
 
     def _maker(
-        self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
+        self, choose: ChooseDtype, run_in_fp32: Callable | None = None, name: str = ""
     ) -> MakeReplacement:
         """The `make(original)` of a replacement, which may be for a function with an override.
 
@@ -195,7 +201,7 @@ def _message(row: Row, name: str) -> str:
 _TABLES = {
     (row.where, name): row
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
-    if not row.native
+    if not row.done_by_torch
     for name in row.names
 }
 _AT_EVERY_LEVEL = {(row.where, name): row for row in EVERY_LEVEL for name in row.names}
@@ -224,7 +230,7 @@ class RegisteredFunctions:
         user_functions.check_can_follow_rule(raw_attribute(owner, attribute), user_call)
         previous = self._rules.get((owner, attribute))
         self._rules[owner, attribute] = rule
-        if previous is None and self._installation.has_tables:
+        if previous is None and self._installation.has_cast_tables:
             self._installation.put_user_function(owner, attribute, rule)
         return previous not in (None, rule)
 

@@ -15,12 +15,12 @@ from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.tensors import base_of
-from ..torch_private.torch_functions import unhandled
+from ..torch_private.torch_functions import no_torch_function
 from .arguments import tensors_in
 from .calls import Call, CastState
 from .handlers import has_handler
 from .policy import Policy
-from .rules import TENSORS, dtype_of
+from .rules import PLAIN_TENSOR_TYPES, dtype_of
 
 _MAX_NODES = 1000
 """So many nodes of the graph a call outside of modules searches for a parameter."""
@@ -42,12 +42,14 @@ class OutermostForwards:
             state = self._state
             if is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            policy = state.current()  # without a condition: that of a forward around this call
+            policy = (
+                state.current_policy()
+            )  # without a condition: that of a forward around this call
             is_outside = policy is not None and policy.condition is not None
             if not is_outside or next(module.parameters(), None) is None:
                 return original(module, *args, **kwargs)
             self.has_cast = True
-            return state.within(self._enter, original, module, *args, **kwargs)
+            return state.run_in_call(self._enter, original, module, *args, **kwargs)
 
         return __call__
 
@@ -71,8 +73,8 @@ def _leads_to_parameter(tensor: Tensor) -> bool:
         return True
     if is_dynamo_compiling():
         return False
-    if type(tensor) not in TENSORS and has_handler(tensor):
-        with unhandled():
+    if type(tensor) not in PLAIN_TENSOR_TYPES and has_handler(tensor):
+        with no_torch_function():
             return _is_of_parameter(tensor)
     return _is_of_parameter(tensor)
 

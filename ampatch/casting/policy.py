@@ -29,7 +29,7 @@ class Policy:
       both to FP32.
     * `devices`: the device types whose tensors are cast; None: all.
     * `condition(args, kwargs)`: whether the rules apply to a call; None: they apply to all calls.
-    * `functions`: by function of torch, the `Choose` (`rules`) that it follows instead of its row.
+    * `functions`: by function of torch, the `ChooseDtype` (`rules`) that replaces its row's rule.
     * `half_dtype`: the half dtype of the session, also where `precision("float")` sets `half_to` to
       FP32.
     * `in_forwards`: None for most policies.  Else this policy casts nothing in backward passes, and

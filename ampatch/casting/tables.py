@@ -44,7 +44,7 @@ class Rule(Enum):
 class Row(NamedTuple):
     """The functions `names` of the namespace `where` follow `rule`, for the reason `why`.
 
-    A `native` row is there for the reader: PyTorch itself does what the rule
+    A `done_by_torch` row is there for the reader: PyTorch itself does what the rule
     asks, and nothing is installed.  `only_gradient`: what is wrong in half is the gradient, so that
     calls that record no graph stay in half.
     """
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     names: tuple[str, ...]
     rule: Rule
     why: str
-    native: bool = False
+    done_by_torch: bool = False
     only_gradient: bool = False
 
 
@@ -125,7 +125,7 @@ _OUTPUTS = "On the CPU PyTorch sums the gradients of all outputs in half, one by
 _WINDOWS = "On the CPU PyTorch sums windows, and elements of several windows, in half."
 _OF_WINDOWS = "On the CPU PyTorch sums in half the gradients of all windows over an element."
 _ENTRIES = "On the CPU PyTorch sums the entries of sparse tensors in half, one by one."
-_NATIVE = "PyTorch promotes mixed inputs itself, so there is nothing to patch."
+_DONE_BY_TORCH = "PyTorch promotes mixed inputs itself, so there is nothing to patch."
 
 # One name a line would hide the rows.
 # fmt: off
@@ -172,7 +172,7 @@ _SPECIAL = (
     "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
     "shifted_chebyshev_polynomial_w", "spherical_bessel_j0", "zeta",
 )
-_NATIVES = (
+_PROMOTED_BY_TORCH = (
     "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
     "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
 )
@@ -277,14 +277,14 @@ PROMOTE: tuple[Row, ...] = (
     Row("torch.Tensor", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.nn.functional", ("bilinear",), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),
-    Row("torch", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
-    Row("torch.Tensor", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch", _PROMOTED_BY_TORCH, Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
+    Row("torch.Tensor", _PROMOTED_BY_TORCH, Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
     Row("torch", ("cat", "dstack", "hstack", "stack", "vstack"),
-        Rule.PROMOTE, _NATIVE, native=True),
+        Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
     Row("torch.Tensor", ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
                          "__div__", "__truediv__", "__floordiv__", "__mod__", "__eq__", "__ne__",
                          "__lt__", "__le__", "__gt__", "__ge__"),
-        Rule.PROMOTE, _NATIVE, native=True),
+        Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
 )
 
 # Refused in half.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from .. import native
-from ..torch_private.modules import share_buffer
-from ..torch_private.probes import is_recording
+from ..torch_private.modules import share_storage
+from ..torch_private.probes import is_traced_or_transformed
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
 from .half_copies import Buckets, cast_weights, may_share_node, wants_only_some
@@ -93,9 +93,11 @@ class ForwardCopies:
         self.in_graph: Copies = {}
         self.frozen: Copies = {}
         self.under_no_grad: Copies = {}
-        self.kept_alive: list[object] = []  # weights with copies, so that no id gets a new meaning
+        self.kept_weights: list[
+            object
+        ] = []  # weights with copies, so that no id gets a new meaning
         self.used_weights: dict[int, Tensor] = {}  # whose copies were used, by id, in order of use
-        self.never_reused: set[int] = set()  # ids of weights that `.data` may write into
+        self.cast_at_each_use_ids: set[int] = set()  # ids of weights that `.data` may write into
 
     def copies_for(self, wants_grad: bool) -> Copies:
         """The copies for the current grad mode."""
@@ -123,7 +125,7 @@ class WeightCache:
         outer = thread_calls.copies
         if outer is not None and outer.cache is self:
             return
-        if is_recording():
+        if is_traced_or_transformed():
             call.copies = thread_calls.copies = None
             return
         forward_copies = ForwardCopies(self, order)
@@ -131,7 +133,7 @@ class WeightCache:
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes
-        for weights in order.last_used[1].to_cast():
+        for weights in order.last_used[1].lists_to_cast():
             versions = list(map(_version_of, weights))  # read first: another thread may write
             halves = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
             copies = forward_copies.in_graph if weights[0].requires_grad else forward_copies.frozen
@@ -140,7 +142,7 @@ class WeightCache:
                 for half in halves:
                     half.requires_grad = True
             copies.update(zip(map(id, weights), zip(halves, versions)))
-            forward_copies.kept_alive.append(weights)
+            forward_copies.kept_weights.append(weights)
             self.misses += len(weights)
             if observers:
                 report_copies(halves)
@@ -152,7 +154,8 @@ class WeightCache:
         times, and the gradients of a weight that it uses twice are summed in the same dtype as
         without the checkpoint.
         """
-        call.copies = thread_calls.copies = None if is_recording() else ForwardCopies(self)
+        copies = None if is_traced_or_transformed() else ForwardCopies(self)
+        call.copies = thread_calls.copies = copies
 
     def _thread_copies(self) -> ForwardCopies | None:
         """The copies of this cache that this thread uses now."""
@@ -176,7 +179,7 @@ class WeightCache:
         """
         forward_copies = thread_calls.copies
         if forward_copies is None or forward_copies.cache is not self:
-            return _observed([weight.to(dtype)])[0]
+            return _report_to_observers([weight.to(dtype)])[0]
         if not is_grad_enabled():  # as `copies_for`, which would cost a call
             copies = forward_copies.under_no_grad
         else:
@@ -191,7 +194,7 @@ class WeightCache:
                 return half
         return self._make_copy(forward_copies, copies, weight, dtype)
 
-    def cast_buffer(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    def cast_flat_weights(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
         """As `cast`, for the weights of an RNN, which share one memory buffer.
 
         Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
@@ -200,22 +203,22 @@ class WeightCache:
         forward_copies = self._thread_copies()
         versions = list(map(_version_of, weights))
         if forward_copies is None:
-            return _observed(cast_weights(weights, dtype, in_one_buffer=True))
+            return _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         copies = forward_copies.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
         halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
         if (
             len(halves) == len(weights)
             and [version for _, version in entries] == versions
-            and share_buffer(halves)
+            and share_storage(halves)
         ):
             self.hits += len(weights)
             return halves
         self.misses += len(weights)
-        new_copies = _observed(cast_weights(weights, dtype, in_one_buffer=True))
+        new_copies = _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         if all(self._may_keep_copy(forward_copies, weight) for weight in weights):
             copies.update(zip(map(id, weights), zip(new_copies, versions)))
-            forward_copies.kept_alive.append(weights)
+            forward_copies.kept_weights.append(weights)
         return new_copies
 
     def _make_copy(
@@ -224,13 +227,13 @@ class WeightCache:
         """A new copy of `weight`.  In C++: `make_copy` of `call.h`."""
         self.misses += 1
         if not self._may_keep_copy(forward_copies, weight):
-            return _observed([weight.to(dtype)])[0]
+            return _report_to_observers([weight.to(dtype)])[0]
         version = weight._version  # read before the cast: another thread may write meanwhile
-        [half] = _observed(cast_weights([weight], dtype, own_nodes=True))
+        [half] = _report_to_observers(cast_weights([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
             half.requires_grad = True
         copies[id(weight)] = half, version
-        forward_copies.kept_alive.append(weight)
+        forward_copies.kept_weights.append(weight)
         forward_copies.used_weights.setdefault(id(weight), weight)
         return half
 
@@ -244,8 +247,8 @@ class WeightCache:
         In C++: `may_keep_copy` of `call.h`.
         """
         return not (
-            id(weight) in forward_copies.never_reused
-            or is_recording()
+            id(weight) in forward_copies.cast_at_each_use_ids
+            or is_traced_or_transformed()
             or weight.is_inference()
             or forward_copies.in_inference_mode is not torch.is_inference_mode_enabled()
         )
@@ -258,7 +261,7 @@ def cast_at_each_use(weight: Tensor) -> None:
     """
     forward_copies = thread_calls.copies
     while forward_copies is not None:
-        forward_copies.never_reused.add(id(weight))
+        forward_copies.cast_at_each_use_ids.add(id(weight))
         for copies in (
             forward_copies.in_graph,
             forward_copies.frozen,
@@ -276,7 +279,7 @@ def drop_copies() -> None:
         forward_copies = forward_copies.outer
 
 
-def _observed(halves: Sequence[Tensor]) -> Any:
+def _report_to_observers(halves: Sequence[Tensor]) -> Any:
     if observers:
         report_copies(halves)
     return halves

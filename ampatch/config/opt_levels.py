@@ -1,7 +1,7 @@
-"""What the opt levels mean.
+"""The opt levels: their default settings, and the user's settings checked against them.
 
-An opt level is a frozen `Properties`.  The user's other settings are checked here, once, and give
-another frozen `Properties`, so code that reads one checks nothing again.
+An opt level is a frozen `Properties`.  With the user's other settings, which are checked here, it
+gives another frozen `Properties`, so code that reads it need not check again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _DTYPE_NAMES = {
 class Properties:
     """The precision settings of one training, complete and checked.
 
-    `cast_model_type` is the dtype of the model's weights and inputs (None: left alone), `dtype` the
-    half dtype, `loss_scale` `"dynamic"` or a positive float, the scale limits positive floats.
+    `cast_model_type` is the dtype of the model's weights and inputs (None: they are not cast),
+    `dtype` the half dtype, `loss_scale` `"dynamic"` or a positive float.  The limits of the scale
+    are positive floats.
     """
 
     opt_level: str
@@ -64,7 +65,7 @@ class Properties:
     patch_scope: str = "model"
 
     def format_settings(self) -> str:
-        """The level's settings, and others that are not the default, a line for each."""
+        """A line for each setting of the opt level, and for others that are not the default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         level_names = ("opt_level", "dtype", *LEVEL_SETTINGS)
         values = {name: value for name, value in vars(self).items() if name in level_names}
@@ -85,7 +86,7 @@ class Properties:
     def keeps_norms(self) -> bool:
         """Whether BatchNorm computes with FP32 weights in a half model.
 
-        At O2 its statistics are FP32, and its kernels want weights of the same dtype.
+        At O2 its statistics are FP32, and its kernels need weights of the same dtype.
         """
         half = self.cast_model_type in HALF_DTYPES
         return half and (self.uses_half_copies or bool(self.keep_batchnorm_fp32))
@@ -118,14 +119,14 @@ def level_defaults(name: str, dtype: torch.dtype) -> Properties:
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
-# The names that ROCm's apex has for O1 and O2 in bfloat16.
+# The names of O1 and O2 in bfloat16 in ROCm's apex.
 _BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
 LEVELS_IN_WORDS = (
     "O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, not the digit "
     "zero)"
 )
 
-# What an opt level decides unless an argument does; None means "as the level has it".
+# Settings that the opt level decides; an argument of None leaves them to the level.
 MODEL_SETTINGS = (
     "cast_model_type",
     "patch_torch_functions",
@@ -145,8 +146,8 @@ SETTING_ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) -> Properties:
     """The checked `Properties` for an opt level and the user's other settings.
 
-    A setting None means "as the level has it" for those in `LEVEL_SETTINGS`, and the default for those
-    of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming the argument.
+    None leaves a setting of `LEVEL_SETTINGS` to the opt level, and a setting of the dynamic loss
+    scale at its default.  Raises `TypeError` or `ValueError` naming the argument.
     """
     name, half = level_name(opt_level), half_dtype(dtype)
     if name in _BFLOAT16_LEVELS:
@@ -179,7 +180,7 @@ def level_name(value: Any) -> str:
 
 
 def did_you_mean_level(value: Any) -> str:
-    """`' Did you mean "O1"?'` for o1 and 01, else ''."""
+    """Returns `' Did you mean "O1"?'` for o1 and 01, and '' for values that are no near miss."""
     text = str(value)
     meant = text.upper().replace("0", "O", text.startswith("0"))
     return f' Did you mean "{meant}"?' if meant in (*LEVELS, *_BFLOAT16_LEVELS) else ""
@@ -225,7 +226,7 @@ def loss_scale_value(what: str, value: Any) -> str | float:
 
 
 def _supported_dtype(user_call: str, value: Any) -> torch.dtype:
-    """A floating dtype of 32 bits or fewer from a dtype or its name."""
+    """float16, bfloat16 or float32, from the dtype or its name."""
     dtype = value
     if isinstance(value, str):
         dtype = _DTYPE_NAMES.get(value.removeprefix("torch.").lower(), value)
@@ -239,7 +240,7 @@ def _supported_dtype(user_call: str, value: Any) -> torch.dtype:
 
 
 def _model_type(user_call: str, value: Any) -> torch.dtype | None:
-    """A floating dtype; None for False, apex's word for a model that is not cast."""
+    """A supported dtype; None for False, which in apex means that the model is not cast."""
     return None if value is False else _supported_dtype(user_call, value)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a dynamic loss scale, and the only place of their defaults."""
+"""The settings of a dynamic loss scale.  Only this file has their defaults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 class ScaleSettings:
     """Start, growth, backoff and limits, with `torch.amp.GradScaler`'s meaning and defaults.
 
-    The constructor brings the limits into the range that FP32 can invert, and checks nothing else.
-    `changed` checks the rest.
+    The constructor only brings the limits into the range that FP32 can invert.  `changed` checks
+    all settings.
     """
 
     init_scale: float = 2.0**16
@@ -85,7 +85,7 @@ def invertible(value: float) -> float:
     number = float(value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
-            f"loss_scale={value!r}: expected a number from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g} for a "
-            "static scale, which FP32 can invert."
+            f"loss_scale={value!r}: expected a number from {SMALLEST_SCALE:g} to "
+            f"{LARGEST_SCALE:g} for a static scale, which FP32 can invert."
         )
     return number

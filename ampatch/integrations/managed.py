@@ -79,10 +79,10 @@ class IntegrationSession:
             if optimizer.param_groups:
                 ampatch.add_optimizers(optimizer)
 
-    def looks_for_overflow(self) -> bool:
+    def checks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
         session = self.session
-        return session is not None and session.looks_for_overflow()
+        return session is not None and session.checks_for_overflow()
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers; only those whose gradients overflow skip."""

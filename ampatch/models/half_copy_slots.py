@@ -22,10 +22,10 @@ from .. import native
 from ..casting.half_copies import Buckets, cast_weights
 from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
+from ..torch_private.devices import has_values, is_stream_capturing
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.tensors import hooks_of
 from .lookups import Lookup
 
@@ -125,7 +125,7 @@ class WeightSlots:
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
-        self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
+        self.parameters += [weight for bucket in self.buckets.buckets for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         # For each slot the index of its parameter in `parameters`.
         self._parameter_indices = [order[id(weight)] for weight in weights]
@@ -228,16 +228,16 @@ def make_half_copies(
     if torch.is_inference_mode_enabled():  # inference tensors have no versions
         with torch.inference_mode(False), torch.no_grad():
             return make_half_copies(weight_slots, dtype, own_nodes)
-    if is_recording():
+    if is_traced_or_transformed():
         return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
     for weights in weight_slots.rnn_weights:
-        copies += cast_weights(weights, dtype, in_one_buffer=True)
-    bucketed = weight_slots.buckets.to_cast()
+        copies += cast_weights(weights, dtype, in_one_storage=True)
+    bucketed = weight_slots.buckets.lists_to_cast()
     for weights in bucketed:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
     if len(copies) == len(weight_slots.parameters) and len(bucketed) == len(
-        weight_slots.buckets.all
+        weight_slots.buckets.buckets
     ):
         return copies
     cast_so_far = [w for weights in (*weight_slots.rnn_weights, *bucketed) for w in weights]
@@ -304,7 +304,7 @@ class SlotCopies:
         index = self._index_of(copy)
         if index is None or index in self._recorded_values:
             return
-        if has_values(copy.device) and not is_captured(copy):
+        if has_values(copy.device) and not is_stream_capturing(copy):
             self._recorded_values[index] = local_of(copy).detach().clone()
 
     def write_changes_back(self, writes: ForwardWrites) -> None:

@@ -41,7 +41,7 @@ from ..casting.calls import Call, thread_calls
 from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
-from ..torch_private.probes import is_fake_mode_on, is_recording
+from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
 from .half_copy_slots import (
     ForwardWrites,
     Slot,
@@ -85,7 +85,7 @@ def parameter_of_copy(tensor: Tensor) -> Tensor | None:
 
 def record_values(tensor: Tensor) -> None:
     """Record the values of `tensor` if it is a half copy; called before access to its `.data`."""
-    if is_dynamo_compiling() or is_recording() or is_fake_mode_on():
+    if is_dynamo_compiling() or is_traced_or_transformed() or is_fake_mode_on():
         return
     for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:

@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import native
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
-from ..torch_private.probes import is_recording
+from ..torch_private.devices import has_values, is_stream_capturing
+from ..torch_private.probes import is_traced_or_transformed
 from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, values_of
 
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -79,7 +79,7 @@ class InputCaster:
         """
         if casts is not None:
             casts.tensors, casts.containers = {}, []
-        if casts is None or is_recording():  # Dynamo or another tracer traces the call
+        if casts is None or is_traced_or_transformed():  # Dynamo or another tracer traces the call
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -129,7 +129,9 @@ class InputCaster:
     def _check_fits_half(self, tensor: Tensor, position: int) -> bool:
         """Whether the values fit, or are not checked.  If not: log, and record the position."""
         if not tensor.is_cpu and (
-            position in self._seen_positions or not has_values(tensor.device) or is_captured(tensor)
+            position in self._seen_positions
+            or not has_values(tensor.device)
+            or is_stream_capturing(tensor)
         ):
             return True
         values: Any = tensor.detach() if tensor.requires_grad else tensor

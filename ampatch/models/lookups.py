@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting.half_copies import cast_weights
 from ..torch_private.modules import PARAMETERS
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_traced_or_transformed
 from .values import cast_tensors, caster, map_tensors
 
 _to_fp32 = caster(torch.float32)
@@ -81,7 +81,8 @@ class Lookup(dict):
 
     def _with_copy(self) -> dict[str, Any]:
         """`module_params`, with the half copy in it while the module's forward may read it."""
-        if is_dynamo_compiling() or is_recording():  # the cast becomes a node of the traced graph
+        if is_dynamo_compiling() or is_traced_or_transformed():
+            # The cast becomes a node of the traced graph.
             return {**self.module_params, self.name: self.parameter.to(self.dtype)}
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:

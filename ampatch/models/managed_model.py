@@ -17,15 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import INHERIT, USER_BLOCK, Call, CastState, computes_in, thread_calls
-from ..casting.handlers import without_modes
+from ..casting.calls import (
+    INHERIT,
+    USER_BLOCK,
+    Call,
+    CastState,
+    current_compute_dtype,
+    thread_calls,
+)
+from ..casting.handlers import without_torch_function_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..casting.weight_cache import WeightUseOrder
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
-from ..torch_private.torch_functions import is_mode_on
+from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .conversion import ConvertedWeights
 from .half_copy_slots import StaysFP32
 from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
@@ -263,8 +270,8 @@ class ManagedModel:
         None: any dtype, or no step runs.
         """
         for call in reversed(thread_calls.stack):
-            if call.owner is self and call.results_in is not INHERIT:
-                return call.results_in
+            if call.owner is self and call.step_output_dtype is not INHERIT:
+                return call.step_output_dtype
         return None
 
     # Enter and exit
@@ -278,8 +285,8 @@ class ManagedModel:
         model whose forward is running: that forward has done this for all its submodules.
         """
         self._was_called = True
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.enter(call, module, args, kwargs)
         enclosing = None
         if thread_calls.stack and self.swapper is not None:
@@ -317,7 +324,7 @@ class ManagedModel:
             return args, kwargs
         state.enter(call, self)
         call.input_casts = casts
-        call.computes_in = None if self._submodules is None else self.in_dtype
+        call.compute_dtype = None if self._submodules is None else self.in_dtype
         if swapper is not None and enclosing is None and not is_fx_traced(args, kwargs):
             swapper.swap_in(call, module)
             policy = self.policy
@@ -333,7 +340,7 @@ class ManagedModel:
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_user_block:
                 self._warn_of_user_block()
-            state.set_policy(call, *state.policy_of_forward(policy))
+            state.set_policy(call, *state.set_policy_args(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
@@ -344,8 +351,8 @@ class ManagedModel:
 
     def exit(self, call: Call) -> None:
         """Exit a call: copy its in-place changes of cast inputs back to the caller's objects."""
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.exit(call)
         if call.owner is not None:  # else `enter` has not put it on the stack
             self._state.exit(call)
@@ -358,12 +365,12 @@ class ManagedModel:
 
     def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.convert_output(output)
         dtype = self.out_dtype
         if thread_calls.stack and self.properties.cast_model_outputs is None:
-            dtype = computes_in() or dtype
+            dtype = current_compute_dtype() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
@@ -404,15 +411,15 @@ class ManagedModel:
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, sets_policy = state.policy_of_forward(policy)
-        if slots is None and (policy is INHERIT or policy is state.current()):
+            policy, _, sets_policy = state.set_policy_args(policy)
+        if slots is None and (policy is INHERIT or policy is state.current_policy()):
             return forward(module, *args, **kwargs)
         call = Call()
-        call.is_traced = True
+        call.is_dynamo_traced = True
         try:
             state.enter(call, self)
             call.traced_swap = slots
-            call.computes_in = None if self._submodules is None else self.in_dtype
+            call.compute_dtype = None if self._submodules is None else self.in_dtype
             state.set_policy(call, policy, (), sets_policy)
             return forward(module, *args, **kwargs)
         finally:
@@ -464,10 +471,10 @@ class ManagedModel:
         call = Call()
         try:
             self._state.enter(call, self)
-            call.results_in = self.out_dtype
+            call.step_output_dtype = self.out_dtype
             yield
         finally:
-            self._state.remove(call)
+            self._state.exit_out_of_order(call)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level

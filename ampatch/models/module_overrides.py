@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, CastState, computes_in
-from ..casting.handlers import without_modes
+from ..casting.calls import Call, CastState, current_compute_dtype
+from ..casting.handlers import without_torch_function_modes
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..config.overrides import ModuleKey, named
@@ -28,7 +28,7 @@ from ..torch_private.modules import (
     has_forward,
 )
 from ..torch_private.probes import current_backward_pass
-from ..torch_private.torch_functions import is_mode_on
+from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .half_copy_slots import StaysFP32
 from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
@@ -74,11 +74,11 @@ class ModuleOverride:
     def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Enter a call of the submodule: cast the inputs and set the policy."""
         state = self._state
-        if state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.enter(call, module, args, kwargs)
         state.enter(call, self)
-        call.computes_in = self.dtype
+        call.compute_dtype = self.dtype
         if self._policy is not None:
             state.set_policy(call, self._policy, state.autocast_devices())
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
@@ -89,8 +89,12 @@ class ModuleOverride:
 
     def convert_output(self, output: Any) -> Any:
         """The submodule's outputs, in the dtype that the code around the call wants."""
-        if self._state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
-            with without_modes():
+        if (
+            self._state.threads_in_function_modes
+            and not is_dynamo_compiling()
+            and is_torch_function_mode_enabled()
+        ):
+            with without_torch_function_modes():
                 return self.convert_output(output)
         dtype = self._result_dtype()
         return output if dtype is None else cast_tensors(output, dtype)
@@ -101,10 +105,10 @@ class ModuleOverride:
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Run the whole call while Dynamo traces."""
         call = Call()
-        call.is_traced = True
+        call.is_dynamo_traced = True
         try:
             self._state.enter(call, self)
-            call.computes_in = self.dtype
+            call.compute_dtype = self.dtype
             if self._policy is not None:
                 self._state.set_policy(call, self._policy)
             args, kwargs = map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
@@ -115,7 +119,7 @@ class ModuleOverride:
 
     def _result_dtype(self) -> torch.dtype | None:
         """The dtype that the code around this call wants; None: any."""
-        outer = computes_in()
+        outer = current_compute_dtype()
         if is_dynamo_compiling():
             return outer or self._out_dtype
         if outer is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, computes_in, thread_calls
+from ..casting.calls import Call, current_compute_dtype, thread_calls
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..torch_private.modules import has_forward
 from .half_copy_slots import StaysFP32
@@ -114,7 +114,7 @@ class SubmoduleCalls:
         """The submodule's outputs, in the dtype that the code around the call wants."""
         dtype = torch.float32 if self._uses_half_copies else self._root.step_output_dtype()
         if not is_dynamo_compiling():
-            dtype = computes_in() or dtype
+            dtype = current_compute_dtype() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
@@ -126,7 +126,9 @@ class SubmoduleCalls:
         input_caster = self._input_casters.get(id(module)) if self._uses_half_copies else None
         if (
             input_caster is None
-            or any(call.is_traced and call.owner is self._root for call in thread_calls.stack)
+            or any(
+                call.is_dynamo_traced and call.owner is self._root for call in thread_calls.stack
+            )
             or enclosing_swap(module) is not None
         ):
             return forward(module, *args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..casting.rules import CASTABLE
 from ..torch_private.dtensors import local_of
-from ..torch_private.torch_functions import unhandled
+from ..torch_private.torch_functions import no_torch_function
 
 
 def map_tensors(value: Any, convert: Callable[[Any], Any], copies: list | None = None) -> Any:
@@ -148,7 +148,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
     a plain tensor.
     """
     if type(tensor) is not Tensor:
-        with unhandled():
+        with no_torch_function():
             return _plain_values(tensor)
     return _plain_values(tensor)
 

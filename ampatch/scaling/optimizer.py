@@ -42,18 +42,18 @@ class SessionForOptimizer(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
-    observers: Any  # the observers of steps; `observers.all` is empty if there are none
+    observers: Any  # the observers of steps; `observers.registered` is empty if there are none
 
-    casts_off: Callable[..., Any]
-    """`casts_off(function, ...)` calls a function without casts: the optimizer's own step."""
+    call_without_casts: Callable[..., Any]
+    """`call_without_casts(function, ...)` calls a function without casts: the optimizer's step."""
 
-    casts_on: Callable[..., Any]
-    """`casts_on(closure, ...)`, within `casts_off`: calls it with the casts from before that."""
+    call_with_outer_casts: Callable[..., Any]
+    """`call_with_outer_casts(closure, ...)`: inside `call_without_casts`, with the outer casts."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """Called after each step, skipped or not."""
 
-    def looks_for_overflow(self) -> bool:
+    def checks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
 
     def computes_in_half(self, parameter: Tensor) -> bool:
@@ -138,12 +138,12 @@ class ManagedOptimizer:
         return result
 
     def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.session.looks_for_overflow():
+        if self.session.checks_for_overflow():
             closures.refuse(self.optimizer)
         self.before_step()
         self.is_evaluating = True
         try:
-            result = self.session.casts_off(original, *args, **kwargs)
+            result = self.session.call_without_casts(original, *args, **kwargs)
         finally:
             self.is_evaluating = False
         self.record_step(False)
@@ -153,7 +153,7 @@ class ManagedOptimizer:
     def _with_casts(self, closure: Callable) -> Callable:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            loss = self.session.casts_on(closure, *args, **kwargs)
+            loss = self.session.call_with_outer_casts(closure, *args, **kwargs)
             unscale_delayed(self.gradients)
             return loss
 
@@ -161,9 +161,9 @@ class ManagedOptimizer:
 
     def before_step(self) -> None:
         """Unscale and recheck gradients, and run the pending updates of scalers."""
-        if self.session.observers.all:
+        if self.session.observers.registered:
             self.session.observers.notify("on_step_begin", self.optimizer)
-        if self._is_zero_redundancy and self.session.looks_for_overflow():
+        if self._is_zero_redundancy and self.session.checks_for_overflow():
             zero_redundancy.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.scaled_by_other_block:
@@ -199,13 +199,13 @@ class ManagedOptimizer:
         if skipped is True:
             self.record_step(True)
             return None
-        casts_off = self.session.casts_off
+        call_without_casts = self.session.call_without_casts
         if in_kernel:
-            result = casts_off(self._step_in_kernel, original, args, kwargs, found_inf)
+            result = call_without_casts(self._step_in_kernel, original, args, kwargs, found_inf)
         elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-            result = casts_off(original, *args, **kwargs)
+            result = call_without_casts(original, *args, **kwargs)
         else:
-            result = casts_off(bare, self.optimizer)
+            result = call_without_casts(bare, self.optimizer)
         self.record_step(skipped)
         return result
 

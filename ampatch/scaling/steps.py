@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
-from ..torch_private.devices import AsyncCopy, is_captured
+from ..torch_private.devices import AsyncCopy, is_stream_capturing
 from .gradients import OptimizerGradients
 from .unscaling import real_values
 
@@ -101,7 +101,7 @@ class StepCounter:
 
     def _read_copy(self, on_device: Tensor, interval: int) -> StepCounts | None:
         self._since_copy += 1
-        if is_captured(on_device):
+        if is_stream_capturing(on_device):
             return None
         if self._copy is None and self._since_copy >= interval:
             self._copy = AsyncCopy(on_device)
@@ -124,7 +124,7 @@ class SessionForReports(Protocol):
     last_loss: Callable[[], Tensor | None]  # returns the loss of the last block if it still exists
 
     @property
-    def wants_blocks(self) -> bool:
+    def requires_scale_loss_blocks(self) -> bool:
         """Whether a step without a `scale_loss` block before it is to be warned about."""
 
     def parameter_names(self) -> dict[int, str]:
@@ -156,7 +156,10 @@ class StepReports:
         unreported = self._counter.take_unreported(session.max_consecutive_skips)
         if unreported is not None:
             self._log_skipped(*unreported, session)
-        if not (self._gradients.had_block or self._has_warned_of_no_block) and session.wants_blocks:
+        if (
+            not (self._gradients.had_block or self._has_warned_of_no_block)
+            and session.requires_scale_loss_blocks
+        ):
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...

@@ -51,7 +51,7 @@ __all__ = [
     "open_sessions",
     "release_model",
     "replacement_of",
-    "scaling_sessions",
+    "scaling_or_latest_sessions",
     "session_of",
     "silence",
     "stop_observing_casts",
@@ -72,7 +72,7 @@ def open_sessions() -> list[Session]:
     return list(registry.sessions)
 
 
-def scaling_sessions() -> list[Session]:
+def scaling_or_latest_sessions() -> list[Session]:
     """The sessions that have optimizers, newest last; if there are none, the one opened last."""
     return registry.scaling_sessions() or registry.sessions[-1:]
 
@@ -85,8 +85,8 @@ def open_automatic_session(properties: Properties) -> tuple[Session, OutermostFo
     Calls are cast on accelerators, and on the devices of optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
-    session.scales_by_itself = True
-    session.forwards = OutermostForwards(session.policies.tables, registry.state)
+    session.scales_automatically = True
+    session.forwards = OutermostForwards(session.policies.tables_policy, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
@@ -142,14 +142,14 @@ def drop_pending_updates(session: Session, scaler: Scaler) -> None:
 def observe_casts(observer: CastObserver) -> None:
     """Tell `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
-    registry.state.acquire(observer)
+    registry.state.acquire_thread_policies(observer)
 
 
 def stop_observing_casts(observer: CastObserver) -> None:
     """Undo `observe_casts`; harmless if it was undone before."""
     if observer in observers:
         observers.remove(observer)
-        registry.state.release(observer)
+        registry.state.release_thread_policies(observer)
 
 
 def listed_function(where: str, name: str) -> Any:

@@ -9,7 +9,7 @@ from ..models.managed_model import ManagedModel
 
 Session = TypeVar("Session")
 Managed = TypeVar("Managed")
-Entries = dict[int, "weakref.ref[Managed]"]
+ManagedRefs = dict[int, "weakref.ref[Managed]"]
 """Managed counterparts by the ids of the user's objects; in a disabled session the objects."""
 
 
@@ -98,7 +98,7 @@ class ObjectRegistry(Generic[Session]):
         return None if entry is None else entry[1]
 
 
-def alive(*entries: Entries[Managed]) -> list[Managed]:
+def live_counterparts(*entries: ManagedRefs[Managed]) -> list[Managed]:
     """The counterparts that are still in use."""
     return [
         managed for refs in entries for ref in list(refs.values()) if (managed := ref()) is not None

@@ -15,20 +15,21 @@ from ..scaling.scaled_backward import refuse_attribute
 class Observers:
     """Calls the method of each observer that has the name of an event.
 
-    `all` is a plain attribute, so that a training step can skip computing an event's arguments.
+    `registered` is a plain attribute: a training step reads it before it computes an event's
+    arguments.
     """
 
     def __init__(self) -> None:
-        self.all: list[Any] = []
+        self.registered: list[Any] = []
 
     def add(self, observer: Any) -> Callable[[], None]:
         """Notify `observer` from now on; returns a function that removes it."""
-        self.all.append(observer)
-        return lambda: self.all.remove(observer) if observer in self.all else None
+        self.registered.append(observer)
+        return lambda: self.registered.remove(observer) if observer in self.registered else None
 
     def notify(self, event: str, *values: Any) -> None:
         """Call the method `event(*values)` of the observers that have it."""
-        for observer in list(self.all):  # a method may remove its observer
+        for observer in list(self.registered):  # a method may remove its observer
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)

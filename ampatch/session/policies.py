@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ..casting.arguments import tensors_in
 from ..casting.calls import CastState
 from ..casting.policy import Policy
-from ..casting.rules import Choose, dtype_of
+from ..casting.rules import ChooseDtype, dtype_of
 from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..models.managed_model import ParameterOwners
@@ -31,49 +31,51 @@ class Policies:
     """
 
     def __init__(
-        self, properties: Properties, functions: dict[Any, Choose], state: CastState
+        self, properties: Properties, functions: dict[Any, ChooseDtype], state: CastState
     ) -> None:
         self._properties = properties
         self._state = state
         model_dtype = properties.cast_model_type
-        self.half = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
-        self.tables = Policy(
-            half_to=self.half,
+        self.half_dtype = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
+        self.tables_policy = Policy(
+            half_to=self.half_dtype,
             functions=functions,
             allow_banned=properties.allow_banned,
             devices=initial_cast_devices(),
         )
-        self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
-        for policy in (self.tables, self.mixed_dtypes):
+        self.mixed_dtypes_policy = dataclasses.replace(
+            self.tables_policy, condition=has_mixed_dtypes
+        )
+        for policy in (self.tables_policy, self.mixed_dtypes_policy):
             prepare_attention(policy, state)
-        self.cache = self.tables.cache
+        self.cache = self.tables_policy.cache
 
-    def policy_of_models(self) -> Policy | None:
+    def model_forward_policy(self) -> Policy | None:
         """The policy of the models' forwards: `tables` at O1, else None."""
-        return self.tables if self._properties.patch_torch_functions else None
+        return self.tables_policy if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
         """The override that runs a submodule in a precision of its own: "float" or "half"."""
         properties = self._properties
         policy = None
-        dtype = torch.float32 if precision == "float" else self.half
+        dtype = torch.float32 if precision == "float" else self.half_dtype
         if properties.patch_torch_functions:
-            policy = self.tables.casting_all_to(dtype)
+            policy = self.tables_policy.casting_all_to(dtype)
             prepare_attention(policy, self._state)
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
         """Cast on every device: no model limits the devices."""
-        self.tables.devices = None
+        self.tables_policy.devices = None
 
     def cast_on(self, devices: set[str]) -> None:
         """Cast on these device types too, where casting is limited to some."""
-        if self.tables.devices is not None:
-            self.tables.devices |= devices
+        if self.tables_policy.devices is not None:
+            self.tables_policy.devices |= devices
 
     def cast_on_accelerators(self) -> None:
         """Without models: cast on all accelerators, and on the devices of `cast_on`."""
-        self.tables.devices = initial_cast_devices()
+        self.tables_policy.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
 

@@ -19,7 +19,7 @@ from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
-from .object_registry import Entries, ObjectRegistry, alive
+from .object_registry import ManagedRefs, ObjectRegistry, live_counterparts
 from .observers import Observers
 from .policies import Policies, has_mixed_dtypes, limited_to_slots, outside_backward
 from .torch_tools import TorchTools
@@ -30,11 +30,11 @@ class OpenSession(Protocol):
 
     properties: Properties
     policies: Policies
-    model_entries: Entries[ManagedModel]
-    optimizer_entries: Entries[ManagedOptimizer]
+    model_entries: ManagedRefs[ManagedModel]
+    optimizer_entries: ManagedRefs[ManagedOptimizer]
     is_open: bool
     may_cast: bool
-    handle: Any
+    init_handle: Any
     forwards: OutermostForwards | None
 
     @property
@@ -126,7 +126,7 @@ class Registry(Generic[Session]):
         scaling = self.scaling_sessions()
         return scaling[-1] if scaling else self.latest(user_call)
 
-    def session_of(self, obj: Any, user_call: str) -> Session:
+    def require_session_of(self, obj: Any, user_call: str) -> Session:
         """The session of a model or an optimizer; of None, the one opened last.
 
         Raises `AmpatchError` when there is none.
@@ -143,11 +143,11 @@ class Registry(Generic[Session]):
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
-        return alive(*[session.model_entries for session in self.sessions])
+        return live_counterparts(*[session.model_entries for session in self.sessions])
 
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers of all open sessions."""
-        return alive(*[session.optimizer_entries for session in self.sessions])
+        return live_counterparts(*[session.optimizer_entries for session in self.sessions])
 
     def sessions_of(self, module: nn.Module) -> list[Session]:
         """The enabled sessions that manage weights of a module, or that have no models."""
@@ -191,25 +191,29 @@ class Registry(Generic[Session]):
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(session, policy) for session, policy in policies if policy is not None]
         installed = self.installation
-        has_tables = bool(casting)
+        has_cast_tables = bool(casting)
         model_dtypes = {managed.properties.cast_model_type for managed in self.models()}
-        has_rows = has_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
-        overridden = self._overridden() if has_rows else {}
-        needed = (has_rows, has_tables, overridden)
-        tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
+        has_every_level_rows = has_cast_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
+        overridden = self._overridden() if has_every_level_rows else {}
+        needed = (has_every_level_rows, has_cast_tables, overridden)
+        tables_change = needed != (
+            installed.has_every_level_rows,
+            installed.has_cast_tables,
+            installed.overridden,
+        )
         self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
             self._tools.put_in()
         if tables_change:
             self._take_out_tables()
-            if has_rows:
-                installed.install(has_tables, overridden)
-            if has_tables:
+            if has_every_level_rows:
+                installed.install(has_cast_tables, overridden)
+            if has_cast_tables:
                 self.user_functions.put_all()
         self.state.process_policy = self._process_policy(casting)
-        by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
+        by_init = [s.policies.mixed_dtypes_policy for s, _ in casting if s.init_handle is not None]
         self.state.half_model_policy = by_init[-1] if by_init else None
-        for managed in self.models() if has_rows else ():
+        for managed in self.models() if has_every_level_rows else ():
             managed.held_functions.put_in(installed.replacements)
         if not self.sessions:
             self._tools.take_out()
@@ -228,7 +232,7 @@ class Registry(Generic[Session]):
         if session is newest and session.forwards is not None:
             policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
-            models = alive(*[each.model_entries for each, _ in casting])
+            models = live_counterparts(*[each.model_entries for each, _ in casting])
             policy = limited_to_slots(
                 policy, [each.parameter_owners for each in models if each.policy is not None]
             )
@@ -239,7 +243,9 @@ class Registry(Generic[Session]):
         overridden: dict[Any, bool] = {}
         for session in self.sessions:
             has_no_tables = not session.properties.patch_torch_functions
-            for function in session.policies.tables.functions if session.properties.enabled else ():
+            for function in (
+                session.policies.tables_policy.functions if session.properties.enabled else ()
+            ):
                 overridden[function] = overridden.get(function, False) or has_no_tables
         return overridden
 
@@ -267,7 +273,7 @@ class Registry(Generic[Session]):
         self._install_anew()
 
     def _install_anew(self) -> None:
-        if self.installation.has_tables:
+        if self.installation.has_cast_tables:
             self._take_out_tables()
             self.refresh()
 

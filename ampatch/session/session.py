@@ -16,7 +16,7 @@ from ..casting import weight_cache
 from ..casting.calls import CastState
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.policy import Policy
-from ..casting.rules import OVERRIDES, Choose
+from ..casting.rules import OVERRIDES, ChooseDtype
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
@@ -28,12 +28,12 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero_redundancy
 from ..scaling.optimizers.state import ReplacedValues, fit_state
 from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_optimizers_sharing_params
-from .object_registry import Entries, alive
+from .object_registry import ManagedRefs, live_counterparts
 from .policies import Policies
 from .registry import Registry
 
 
-def cast_state() -> CastState:
+def get_cast_state() -> CastState:
     """The process's `CastState`.
 
     The user's decorated functions call this instead of holding the object: Dynamo traces some of
@@ -42,7 +42,7 @@ def cast_state() -> CastState:
     return registry.state
 
 
-registry: Registry[Session] = Registry(cast_state)
+registry: Registry[Session] = Registry(get_cast_state)
 
 
 class Session:
@@ -63,27 +63,30 @@ class Session:
     ) -> None:
         self.overrides = overrides or Overrides([], {})
         self.properties = properties
-        self.model_entries: Entries[ManagedModel] = {}
-        self.optimizer_entries: Entries[ManagedOptimizer] = {}
-        self.unmanaged_entries: Entries[Any] = {}  # optimizers of a disabled session
-        self._entries: tuple[Entries[Any], ...]
+        self.model_entries: ManagedRefs[ManagedModel] = {}
+        self.optimizer_entries: ManagedRefs[ManagedOptimizer] = {}
+        self.unmanaged_entries: ManagedRefs[Any] = {}  # optimizers of a disabled session
+        self._entries: tuple[ManagedRefs[Any], ...]
         self._entries = (self.model_entries, self.optimizer_entries, self.unmanaged_entries)
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
-        self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
+        self.call_without_casts, self.call_with_outer_casts = (
+            registry.state.call_without_casts,
+            registry.state.call_with_outer_casts,
+        )
         self.observers = registry.observers
         self.max_consecutive_skips = properties.max_consecutive_skips
         self.scalers = _make_scalers(properties, properties.num_losses)
         self.is_open = False
         self.may_cast = True  # until `stop_casting`
-        self.scales_by_itself = False  # backward passes of a script without `scale_loss`
+        self.scales_automatically = False  # backward passes of a script without `scale_loss`
         self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
-        self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
+        self.init_handle: Any = None  # what `ampatch.init` returned, if that opened this session
         self.process_group = process_group
         self._had_entries = False
         self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
-    def _functions(self) -> dict[Any, Choose]:
+    def _functions(self) -> dict[Any, ChooseDtype]:
         """The rules that replace rows of the tables in this session, by function."""
         installation = registry.installation
         rules = {}
@@ -98,12 +101,12 @@ class Session:
     @property
     def models(self) -> list[ManagedModel]:
         """The managed models that are still in use."""
-        return alive(self.model_entries)
+        return live_counterparts(self.model_entries)
 
     @property
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers that are still in use."""
-        return alive(self.optimizer_entries)
+        return live_counterparts(self.optimizer_entries)
 
     def is_alive(self) -> bool:
         """False once its models and optimizers were all collected, without being released."""
@@ -115,20 +118,20 @@ class Session:
 
     def has_losses(self) -> bool:
         """Whether it has optimizers whose losses it scales, or may get some later."""
-        if self.handle is not None or self.scales_by_itself:
+        if self.init_handle is not None or self.scales_automatically:
             return True
-        return bool(self.optimizers or alive(self.unmanaged_entries))
+        return bool(self.optimizers or live_counterparts(self.unmanaged_entries))
 
     def is_empty(self) -> bool:
         """Whether it had models or optimizers, and all were released (not: collected)."""
         return self._had_entries and not any(self._entries)
 
-    def _add_entry(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+    def _add_entry(self, entries: ManagedRefs[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
             del entries[key]
         entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _remove_entries(self, entries: Entries[Any], *keys: int) -> None:
+    def _remove_entries(self, entries: ManagedRefs[Any], *keys: int) -> None:
         for key in keys:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
@@ -199,7 +202,7 @@ class Session:
     def release(self, obj: Any) -> None:
         """Manage a model or an optimizer no longer."""
         with_obj = (entries for entries in self._entries if id(obj) in entries)
-        entries: Entries[Any] = next(with_obj, {})
+        entries: ManagedRefs[Any] = next(with_obj, {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
             changed = managed.converted_ids()
@@ -215,10 +218,10 @@ class Session:
         if not (self.properties.enabled and self.may_cast):
             return None
         if not self.model_entries:
-            return self.policies.policy_of_models()
+            return self.policies.model_forward_policy()
         of_models = [managed.policy for managed in self.models if managed.policy is not None]
-        if self.policies.tables in of_models:
-            return self.policies.tables
+        if self.policies.tables_policy in of_models:
+            return self.policies.tables_policy
         return of_models[0] if of_models else None
 
     def _fit_optimizer_states(self) -> None:
@@ -248,7 +251,7 @@ class Session:
             properties,
             self,
             state=registry.state,
-            policy=self.policies.policy_of_models(),
+            policy=self.policies.model_forward_policy(),
             overrides=[
                 self.policies.module_override(module, precision)
                 for module, precision in overridden.items()
@@ -277,7 +280,7 @@ class Session:
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
         """A call in the model's forward got FP32 and half tensors: cast such calls from now on."""
         if managed.policy is None:
-            managed.policy = self.policies.mixed_dtypes
+            managed.policy = self.policies.mixed_dtypes_policy
             self.policies.cast_on({param.device.type for param in managed.model.parameters()})
             if self.is_open:
                 registry.refresh()
@@ -322,7 +325,7 @@ class Session:
                 model.warn_of_lost_frame(
                     param for optimizer in managed for param in optimizer.parameters()
                 )
-        if observers.all:
+        if observers.registered:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
             observers.notify("on_block", scaler)
@@ -340,31 +343,31 @@ class Session:
                 delay_overflow_check,
                 others,
                 skips_together=self.has_apex_tables,
-                counts_passes=not self.scales_by_itself,
+                counts_passes=not self.scales_automatically,
             )
-        return observers.around(block, loss_id) if observers.all else block
+        return observers.around(block, loss_id) if observers.registered else block
 
     def _with_optimizers_sharing_params(
         self, managed: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
         """The optimizers, with those that share parameters with them; and all other managed ones.
 
-        Under `scales_by_itself` the second list is empty.
+        Under `scales_automatically` the second list is empty.
         """
         entries = self.optimizer_entries
         is_alone = len(managed) == len(entries) == 1 and id(managed[0].optimizer) in entries
         if not is_alone:
             managed = with_optimizers_sharing_params(managed, self.optimizers)
-        if self.scales_by_itself or (is_alone and len(registry.sessions) == 1):
+        if self.scales_automatically or (is_alone and len(registry.sessions) == 1):
             return managed, []
         return managed, [other for other in registry.optimizers() if other not in managed]
 
     @property
-    def wants_blocks(self) -> bool:
+    def requires_scale_loss_blocks(self) -> bool:
         """Whether a step without a `scale_loss` block before it is a mistake."""
-        return self.looks_for_overflow() and not self.scales_by_itself
+        return self.checks_for_overflow() and not self.scales_automatically
 
-    def looks_for_overflow(self) -> bool:
+    def checks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
         return self.properties.loss_scale == "dynamic"
 
@@ -380,7 +383,7 @@ class Session:
             if model is not None and model.statistics is not None:
                 model.statistics.after_step(managed.skipped)
         managed.reports.after_step(self)
-        if self.observers.all:
+        if self.observers.registered:
             self.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # After a failed `taken_over`
@@ -412,7 +415,7 @@ def taken_over(*objs: Any) -> Iterator[None]:
     """
     managing = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
     managed_before = {
-        session: (session.models, session.optimizers, alive(session.unmanaged_entries))
+        session: (session.models, session.optimizers, live_counterparts(session.unmanaged_entries))
         for session, _ in managing
     }
     try:

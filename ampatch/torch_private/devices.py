@@ -129,7 +129,7 @@ def device_and_stream(tensor: Tensor) -> Any:
     return device, current_stream(device)
 
 
-def is_captured(tensor: Tensor) -> bool:
+def is_stream_capturing(tensor: Tensor) -> bool:
     """Whether its device is recording work into a graph, so that nothing may wait for it."""
     device = tensor.device
     if device.type == "cpu":
@@ -165,7 +165,7 @@ def new_event(device: torch.device, *, timed: bool = False) -> Any:
 # Kernels
 
 
-def copies_lists_at_once(device: torch.device) -> bool:
+def has_foreach_copy_kernel(device: torch.device) -> bool:
     """Whether a copy of a list of tensors is one kernel there, not one for each tensor."""
     return device.type in _types_with_list_kernels()
 

@@ -64,15 +64,15 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     """The weights of an RNN that lie in one memory buffer, as cuDNN wants them; else none."""
     weights = getattr(rnn, FLAT_WEIGHTS, [])
-    return list(weights) if are_one_buffer(weights) else []
+    return list(weights) if are_flat_weights(weights) else []
 
 
-def are_one_buffer(weights: Sequence) -> bool:
+def are_flat_weights(weights: Sequence) -> bool:
     """Whether these are several parameters that fill one memory buffer, or a range of it."""
     if len(weights) < 2 or any(type(weight) is not nn.Parameter for weight in weights):
         return False
     alike = {(weight.dtype, weight.device, weight.layout) for weight in weights}
-    if len(alike) > 1 or not share_buffer(weights) or not all(map(Tensor.is_contiguous, weights)):
+    if len(alike) > 1 or not share_storage(weights) or not all(map(Tensor.is_contiguous, weights)):
         return False
     first, last = span_of(weights)
     return last - first <= 2 * sum(map(Tensor.numel, weights))
@@ -84,7 +84,7 @@ def span_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
     return min(starts), max(map(operator.add, starts, map(Tensor.numel, tensors)))
 
 
-def share_buffer(tensors: Sequence[Tensor]) -> bool:
+def share_storage(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors lie in one memory buffer."""
     buffers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(buffers) == 1 and 0 not in buffers

@@ -52,12 +52,12 @@ def is_fake_mode_on() -> bool:
     return _mode(_FAKE) is not None
 
 
-def is_recording() -> bool:
+def is_traced_or_transformed() -> bool:
     """Whether operations are being traced or transformed, so that a kept tensor would leak.
 
     Not to be asked from code that Dynamo traces.
 
-    In C++: `is_recording` of `call.h`.
+    In C++: `is_traced_or_transformed` of `call.h`.
     """
     return (
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())

@@ -13,26 +13,26 @@ from torch.overrides import has_torch_function
 from .lookup import of_torch
 
 try:
-    from torch._C import _is_torch_function_mode_enabled as is_mode_on
+    from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
     from torch.overrides import _get_overloaded_args as overloaded_args
-    from torch.overrides import _len_torch_function_stack as count_modes
-    from torch.overrides import _pop_mode as pop_mode
-    from torch.overrides import _push_mode as push_mode
+    from torch.overrides import _len_torch_function_stack as torch_function_stack_len
+    from torch.overrides import _pop_mode as pop_torch_function_mode
+    from torch.overrides import _push_mode as push_torch_function_mode
 except ImportError:  # no way to ask: handlers see the original, and the casts
 
-    def is_mode_on() -> bool:
+    def is_torch_function_mode_enabled() -> bool:
         """No mode is known."""
         return False
 
-    def count_modes() -> int:
+    def torch_function_stack_len() -> int:
         """No mode is known."""
         return 0
 
-    def pop_mode() -> Any:
-        """Not called, nor is `push_mode`: no mode is known."""
+    def pop_torch_function_mode() -> Any:
+        """Not called, nor is `push_torch_function_mode`: no mode is known."""
         raise NotImplementedError("no mode is known")
 
-    push_mode = pop_mode  # type: ignore[assignment]
+    push_torch_function_mode = pop_torch_function_mode  # type: ignore[assignment]
 
     def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
@@ -48,7 +48,7 @@ STACK_CHANGES = [
 ]
 """The names by which torch changes its stack of modes; without them no mode is known."""
 
-TABLES = [
+CACHED_OVERRIDE_FUNCTIONS = [
     name
     for name in (
         "get_ignored_functions",
@@ -60,11 +60,11 @@ TABLES = [
 ]
 """Functions of `torch.overrides` that remember tables of overridable functions."""
 
-unhandled = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+no_torch_function = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
 """Context manager: no handler of a class is called.  Without it in torch, handlers are called."""
 
-NN_NAME = "_nn"
-NN = of_torch("torch._C._nn", None)
+C_NN_NAME = "_nn"
+C_NN = of_torch("torch._C._nn", None)
 """The module from which `torch.nn.functional` has some of its functions, and its name there."""
 
 NESTED_TENSORS = "torch.nested._internal.nested_tensor"

@@ -207,7 +207,7 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
         }
         every = {}
         for name, bucket in buckets.items():
-            parts = Buckets(bucket, nn.Module(), nn.Module()).to_cast()
+            parts = Buckets(bucket, nn.Module(), nn.Module()).lists_to_cast()
             part_of = {id(param): place for place, part in enumerate(parts) for param in part}
             every[name] = [part_of.get(id(param)) for param in bucket]
         torch.save(every, sys.argv[1])

@@ -62,7 +62,7 @@ class AmpState:
         sessions = engine.open_sessions()
         if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return ([session for session in sessions if session.handle is None] or sessions)[-1]
+        return ([session for session in sessions if session.init_handle is None] or sessions)[-1]
 
 
 _ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()` came after them
@@ -70,8 +70,8 @@ _ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()`
 
 def scaling_sessions() -> list[engine.Session]:
     """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
-    sessions = engine.scaling_sessions()[::-1]
-    sessions = [s for s in sessions if s.handle is None or s.optimizers] or sessions
+    sessions = engine.scaling_or_latest_sessions()[::-1]
+    sessions = [s for s in sessions if s.init_handle is None or s.optimizers] or sessions
     return [s for s in sessions if s is sessions[0] or s not in _ended]
 
 
@@ -141,7 +141,7 @@ class SessionHandle:
 
 def handle_of(session: engine.Session) -> Any:
     """The handle of a session: that of `init`, if that opened it."""
-    return session.handle or SessionHandle(session)
+    return session.init_handle or SessionHandle(session)
 
 
 class Stash:

@@ -89,7 +89,7 @@ class TwoSteps:
 
     def _call_unless_overflow(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
-            return self._managed.session.casts_off(original, *args, **kwargs)
+            return self._managed.session.call_without_casts(original, *args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:
             bound = signature.bind(*args, **kwargs)
