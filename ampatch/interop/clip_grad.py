@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` unscales gradients first; `model.zero_grad()` makes ampatch forget an overflow."""
+"""`clip_grad_norm_` unscales gradients first; `model.zero_grad()` resets a recorded overflow."""
 
 from __future__ import annotations
 

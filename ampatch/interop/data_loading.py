@@ -12,7 +12,7 @@ from ..torch_private.data_loading import PREPARING
 
 
 def replacements(state: CastState) -> list[Patch]:
-    """The patches of functions that prepare data.  A managed model that a dataset calls still casts."""
+    """The patches of functions that prepare data.  Managed models that they call still cast."""
     return [(owner, name, lambda fn: _without_casts(fn, state)) for owner, name in PREPARING]
 
 
