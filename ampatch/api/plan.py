@@ -1,7 +1,7 @@
 """The plan of one `initialize`: its settings, some replaced by the environment, all checked.
 
-Making it changes nothing.  It knows neither models nor optimizers: `argument_checks.check` compares
-these with it.
+Making a plan changes nothing.  `argument_checks.check_objects` compares models and optimizers with
+it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..log import ONCE, logger
 class Plan:
     """Settings of one `initialize`.
 
-    `overrides` are the user's; of these, `active_overrides` have an effect.  `replaced` has the
-    settings that the environment changes: `{name: (the script's value, the active one)}`.
+    `overrides` are the user's overrides, and `active_overrides` those with an effect at this level.
+    `replaced` has the settings that the environment changes:
+    `{name: (the script's value, the active value)}`.
     """
 
     properties: Properties
@@ -45,7 +46,7 @@ def plan_of(settings: dict[str, Any]) -> Plan:
         active_overrides = parse(None)
     if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
-            "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm takes "
+            "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm accepts "
             "half inputs with FP32 weights and statistics. For half weights add "
             "master_weights=False."
         )

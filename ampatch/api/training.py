@@ -1,4 +1,4 @@
-"""What a training loop calls: `scale_loss`, and questions about scale, skips and weights."""
+"""What a training loop calls: `scale_loss`, and functions that read scale, skips and weights."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def scale_loss(
     Args:
         loss: floating tensor, usually 0-dim.  The block yields it scaled, in FP32; under a static
             scale of 1 unchanged.
-        optimizers: an optimizer, or a list or tuple: those whose parameters the loss reaches.
-            Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
-            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If they come
-            from several calls of `initialize`, the last dynamic loss scale among these is used.
+        optimizers: the optimizers whose parameters the loss reaches: an optimizer, or a list or
+            tuple.  Wrappers that have the optimizer as `.optimizer` and share its `param_groups`
+            work too (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If
+            they come from several calls of `initialize`, the block uses the last dynamic loss scale
+            among these calls.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
@@ -97,9 +98,10 @@ def scale_loss(
 
 
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
-    """Of the sessions of two optimizers that share a loss, the one whose scaler both use.
+    """The session whose scaler scales a loss that optimizers of two sessions share.
 
-    Under a static scale the optimizer of a dynamic one would step on inf and NaN.
+    It is the one with a dynamic scale (`second` if both or none): under a static scale its optimizer
+    would step on inf and NaN.
     """
     if first.properties.enabled != second.properties.enabled:
         raise AmpatchError(
@@ -111,16 +113,19 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
 
 
 def _managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
-    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
+    """The managed optimizer, or None in a disabled session.
+
+    Raises `AmpatchError` if no session has the optimizer.
+    """
     found = registry.objects.find_optimizer(optimizer)
     _, managed = found or _disabled_session_or_raise(optimizer, user_call)
     return managed
 
 
 def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session, None]:
-    """The session opened last, for an optimizer that none manages, where all are disabled.
+    """For an optimizer that no session manages: the session opened last, if all are disabled.
 
-    Else raises an `AmpatchError` that names the optimizers that are managed.
+    Otherwise raises an `AmpatchError` that names the optimizers that are managed.
     """
     session = registry.latest(f"{user_call}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
@@ -149,7 +154,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"ampatch.master_params(optimizer=...): expected an optimizer, with param_groups, got "
-            f"{type_name(optimizer)}. Pass what ampatch.initialize has returned."
+            f"{type_name(optimizer)}. Pass the optimizer that ampatch.initialize has returned."
         )
     return (param for group in optimizer.param_groups for param in group["params"])
 
@@ -162,7 +167,7 @@ def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str
     An entry also holds `"dynamic": False` for a static scale, and settings that
     `set_loss_scale_settings` changed.  If you called `initialize` several times, pass as `of` a
     model or an optimizer of the session.  Without `of` it is the last session that has an
-    optimizer, and a warning is logged if there are others.  Waits for the device.
+    optimizer, and a warning is logged if there are others.  Synchronizes with the device.
 
     Raises `AmpatchError` if no session is open, or none has `of`.
     """
@@ -187,7 +192,7 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
 
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`, else of the last that scales losses."""
+    """The loss scalers of the session that has `of`; without `of`, of the last that scales losses."""
     session = (
         registry.require_session_of(of, user_call)
         if of is not None
@@ -205,11 +210,13 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The current loss scale of the last session that has an optimizer.  Waits for the device.
+    """The current loss scale of the last session that has an optimizer.
 
-    If no session has an optimizer, it is that of the session opened last.  All functions of the
-    loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.  Raises
-    `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
+    If no session has an optimizer, it is the scale of the session opened last.  All functions of
+    the loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.
+    Synchronizes with the device.
+
+    Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
     """
     session = registry.latest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
@@ -281,7 +288,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
 def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     """Whether the last `optimizer.step()` was skipped because of an overflow.
 
-    For a fused optimizer it waits for the device.
+    For a fused optimizer it synchronizes with the device.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
     managed = _managed(optimizer, "ampatch.step_was_skipped")
@@ -291,10 +298,10 @@ def step_was_skipped(optimizer: AnyOptimizer) -> bool:
 def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
-    Counted since `initialize`; a step with a closure is one step.  Steps in replays of a CUDA graph
-    count under a dynamic loss scale only.  With `enabled=False` all are 0.  Waits for the device if
-    the optimizer is fused.  Raises `AmpatchError` for an optimizer that was not given to
-    `initialize`.
+    Steps are counted since `initialize`; a step with a closure is one step.  Steps in replays of a
+    CUDA graph are counted only under a dynamic loss scale.  With `enabled=False` all numbers are 0.
+    Synchronizes with the device if the optimizer is fused.  Raises `AmpatchError` for an optimizer
+    that was not given to `initialize`.
     """
     managed = _managed(optimizer, "ampatch.step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

@@ -220,7 +220,7 @@ class CastState:
         while inner is not call:
             inner = stack[-1]
             if inner.suspended_frames is not None:
-                inner.suspended_frames.put_back()
+                inner.suspended_frames.resume()
             if inner.swap is not None:
                 inner.swap.swap_out()
             if inner.traced_swap is not None:

@@ -92,12 +92,12 @@ def facts() -> dict[str, Any]:
     import torch
 
     from ampatch import device_figures
-    from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
+    from ampatch.config.environment import PROCESS_VARIABLES, VARIABLES
     from ampatch.diagnose.tables import content
 
     others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))  # misspelt ones too
     apex = importlib.util.find_spec("apex")
-    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *others))
+    variables = dict.fromkeys((*VARIABLES, *PROCESS_VARIABLES, *others))
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},

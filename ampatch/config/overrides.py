@@ -1,7 +1,7 @@
 """`overrides={"decoder.*": "float", nn.Softmax: "float", torch.bmm: "half"}`, parsed and checked.
 
-Modules are named by a glob over their path or by their class, functions by themselves.  A JSON
-file, as `ampatch tune` writes it, or JSON text has globs alone: `{"decoder.*": "float"}`.
+A key is a glob over module paths, a module class, or a function.  A JSON file, as `ampatch tune`
+writes it, or JSON text has only globs: `{"decoder.*": "float"}`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ModuleKey = str | type[nn.Module]  # a glob over module paths, or a class
 
 
 class Overrides(NamedTuple):
-    """The user's rules: for modules in their order, and for functions."""
+    """The user's overrides: of modules, in the user's order, and of functions."""
 
     modules: list[tuple[ModuleKey, str]]
     functions: dict[Callable, str]
 
 
 def parse(overrides: Any) -> Overrides:
-    """The overrides from the argument of `initialize`; None holds none.
+    """The overrides from the argument of `initialize`; for None there are none.
 
-    Raises `TypeError` or `ValueError` for a key or a precision that means nothing.
+    Raises `TypeError` or `ValueError` for a key or a precision that is not supported.
     """
     parsed = Overrides([], {})
     if overrides is None:
@@ -61,7 +61,7 @@ def parse(overrides: Any) -> Overrides:
 
 
 def named(glob: str, paths: Collection[str]) -> set[str]:
-    """The `paths` that a glob names: the glob itself where it is a path, else all that match.
+    """The `paths` that a glob names: the glob itself if it is a path, otherwise all that match.
 
     So `heads[0]` names the module of that path, though it is a glob for `heads0`.
     """

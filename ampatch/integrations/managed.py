@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ampatch
 
-from ..config.opt_levels import ARGUMENTS, HALF_DTYPES, properties_for
+from ..config.opt_levels import HALF_DTYPES, SETTING_ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
@@ -41,7 +41,7 @@ def checked(owner: str, arguments: dict[str, Any], others: Collection[str] = ())
     properties_for(
         settings["opt_level"],
         settings.get("dtype", torch.float16),
-        **{name: value for name, value in settings.items() if name in ARGUMENTS},
+        **{name: value for name, value in settings.items() if name in SETTING_ARGUMENTS},
     )
     parse(settings.get("overrides"))
     return settings

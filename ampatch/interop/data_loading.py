@@ -1,4 +1,4 @@
-"""A DataLoader prepares data without casts, in this process and in its workers."""
+"""Runs a DataLoader's preparation of data without casts, in this process and in its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..torch_private.data_loading import PREPARING
 
 
 def replacements(state: CastState) -> list[Patch]:
-    """The replacements.  A managed model that a dataset calls still casts."""
+    """The patches of functions that prepare data.  Managed models that they call still cast."""
     return [(owner, name, lambda fn: _without_casts(fn, state)) for owner, name in PREPARING]
 
 

@@ -28,7 +28,7 @@ _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
 def replacements(state: CastState) -> list[Patch]:
-    """The replacements in `torch.jit`."""
+    """The patch of `torch.jit.script`: it warns of calls that are not cast."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 
 
@@ -51,8 +51,8 @@ def _warn(what: str, compiled: Any) -> None:
     if names:
         logger.warning(
             "%s is TorchScript, which calls torch's operators itself: ampatch does not cast "
-            "these (%s). It computes in the dtypes it is given. To have the casts, leave "
-            "it unscripted, use torch.compile, or record them with torch.jit.trace after "
+            "these (%s). It computes in the dtypes of its inputs. To have the casts, leave "
+            "it unscripted, use torch.compile, or trace it with torch.jit.trace after "
             "initialize.",
             what,
             ", ".join(names),
@@ -60,7 +60,7 @@ def _warn(what: str, compiled: Any) -> None:
 
 
 def _is_of_torch(obj: Any) -> bool:
-    """Whether it is torch's own function: torch scripts some to differentiate in forward mode."""
+    """Whether `obj` is a function of torch, which scripts some for forward-mode derivatives."""
     return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
 
 

@@ -139,7 +139,7 @@ bool lies_within(const Tensor& tensor, float limit) {
 // fitting_copy(tensor, dtype, limit): returns a small FP32 tensor in bfloat16 if its values lie
 // within (-limit, limit), or None if a value does not, or if ATen, autograd or a dispatch mode must
 // make the copy.
-// In Python: `ModelInputs._cast_tensor` of `models/io_casting.py`.
+// In Python: `InputCaster._cast_tensor` of `models/io_casting.py`.
 PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(

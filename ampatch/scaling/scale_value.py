@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.scale_settings import ScaleSettings
 from ..torch_private.amp_kernels import update_scale_
 
-Flag = Tensor | bool
+OverflowFlag = Tensor | bool
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -34,8 +34,10 @@ def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -
     return scale, tracker % settings.growth_interval
 
 
-def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSettings) -> None:
-    """`updated` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
+def update_(
+    scale: Tensor, tracker: Tensor, found_inf: OverflowFlag, settings: ScaleSettings
+) -> None:
+    """`updated` in place, for 0-dim tensors (FP32, int32).  Does not synchronize."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)
@@ -48,7 +50,7 @@ def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSett
         update_scale_(scale, tracker, found_inf, *factors, settings.growth_interval)
 
 
-def either(first: Flag, second: Flag) -> Flag:
+def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
     """A flag that is set if one of the two is."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
@@ -59,6 +61,6 @@ def either(first: Flag, second: Flag) -> Flag:
     return first or second
 
 
-def is_set(flag: Flag) -> bool:
-    """Whether the flag is set.  Waits for the device, if the flag is a tensor there."""
+def is_set(flag: OverflowFlag) -> bool:
+    """Whether the flag is set.  Synchronizes with the device if the flag is a tensor."""
     return flag if isinstance(flag, bool) else bool(flag.item())

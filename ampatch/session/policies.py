@@ -17,7 +17,7 @@ from ..casting.policy import Policy
 from ..casting.rules import ChooseDtype, dtype_of
 from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
-from ..models.managed_model import SlotsById
+from ..models.managed_model import ParameterOwners
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, initial_cast_devices
 from ..torch_private.probes import current_backward_pass
@@ -91,12 +91,12 @@ def outside_backward(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited_to_slots(policy: Policy, slot_maps: Sequence[SlotsById]) -> Policy:
+def limited_to_slots(policy: Policy, slot_maps: Sequence[ParameterOwners]) -> Policy:
     """`policy` for calls on half tensors, or on parameters that stand in these slots."""
     return dataclasses.replace(policy, condition=_has_half_or_parameter(slot_maps))
 
 
-def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, dict], bool]:
+def _has_half_or_parameter(slot_maps: Sequence[ParameterOwners]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
         for slots in slot_maps:
             slot = slots.get(id(tensor))

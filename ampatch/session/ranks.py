@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.opt_levels import level
+from ..config.opt_levels import level_defaults
 from ..errors import AmpatchError
 
 _NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
@@ -40,7 +40,8 @@ def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
 def _arguments(session: Any) -> str:
     """The arguments of `initialize` that the level does not imply, and the loss scales now."""
     properties = session.properties
-    usual = vars(level(properties.opt_level, properties.dtype)) | {"opt_level": None, "dtype": None}
+    usual = vars(level_defaults(properties.opt_level, properties.dtype))
+    usual |= {"opt_level": None, "dtype": None}
     shown = {name: value for name, value in vars(properties).items() if value != usual[name]}
     overrides = [*session.overrides.modules, *session.overrides.functions.items()]
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}

@@ -234,7 +234,7 @@ class Registry(Generic[Session]):
         elif session is not newest or session.properties.patch_scope != "process":
             models = live_counterparts(*[each.model_entries for each, _ in casting])
             policy = limited_to_slots(
-                policy, [each.slots for each in models if each.policy is not None]
+                policy, [each.parameter_owners for each in models if each.policy is not None]
             )
         return outside_backward(policy)
 

@@ -26,8 +26,8 @@ from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero_redundancy
-from ..scaling.optimizers.state import Replaced, fit_state
-from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
+from ..scaling.optimizers.state import ReplacedValues, fit_state
+from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_optimizers_sharing_params
 from .object_registry import ManagedRefs, live_counterparts
 from .policies import Policies
 from .registry import Registry
@@ -243,7 +243,7 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        overridden, stays_float = module_overrides.precisions(
+        overridden, stays_fp32 = module_overrides.precisions(
             model, self.overrides.modules, properties
         )
         managed = ManagedModel(
@@ -260,7 +260,7 @@ class Session:
         self._add_entry(self.model_entries, model, managed)
         if properties.uses_half_copies:
             registry.restore_shared(model)
-        managed.convert(stays_float)
+        managed.convert(stays_fp32)
         managed.warn_of_half_weights()
         managed.install()
         torchscript.warn_of_scripted_submodules(managed)
@@ -357,7 +357,7 @@ class Session:
         entries = self.optimizer_entries
         is_alone = len(managed) == len(entries) == 1 and id(managed[0].optimizer) in entries
         if not is_alone:
-            managed = with_sharers(managed, self.optimizers)
+            managed = with_optimizers_sharing_params(managed, self.optimizers)
         if self.scales_automatically or (is_alone and len(registry.sessions) == 1):
             return managed, []
         return managed, [other for other in registry.optimizers() if other not in managed]
@@ -429,7 +429,7 @@ def taken_over(*objs: Any) -> Iterator[None]:
 
 
 def _fit_optimizer_state(
-    managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None
+    managed: ManagedOptimizer, converted: set[int], replaced: ReplacedValues | None = None
 ) -> None:
     """Cast the optimizer's state of converted parameters (ids) to their present dtypes."""
     if converted:

@@ -26,9 +26,9 @@ from ..interop import (
 from ..models import own_frame
 from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
-from ..scaling.delayed import skip_together, unscale_to_clip
+from ..scaling.delayed import skip_together, unscale_before_clipping
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import pass_begins
+from ..scaling.scaled_backward import start_pass_check
 from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
@@ -95,7 +95,7 @@ class TorchTools:
         state = registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
-            *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
+            *clip_grad.replacements(self._unscale_before_clipping, self._forget_overflow),
             # ranks compare settings and scales
             *ddp.at_wrapping(
                 lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
@@ -112,7 +112,7 @@ class TorchTools:
             *context_propagation.custom_functions(state),
             # autograd.grad and backward(inputs=...): weights named there get nodes of their own;
             # scale_loss blocks check the passes that run in them
-            *backward_passes.replacements(self._record_wanted_grads, pass_begins),
+            *backward_passes.replacements(self._record_wanted_grads, start_pass_check),
             # operators with a kernel for autocast run inside torch's own
             *autocast_kernels.replacements(state),
             # replicas of DataParallel have the casts of the call
@@ -143,7 +143,9 @@ class TorchTools:
         """Whether a managed model had this tensor at `initialize`, or an optimizer has it."""
         if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
-        return any(managed.had_at_start(tensor) for managed in self._registry.models()) or any(
+        return any(
+            managed.has_had_since_start(tensor) for managed in self._registry.models()
+        ) or any(
             param is tensor
             for optimizer in self._registry.optimizers()
             for param in optimizer.parameters()
@@ -166,14 +168,14 @@ class TorchTools:
             if managed.statistics is not None:
                 managed.statistics.loaded(module)
 
-    def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
+    def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
 
         `by_norm`: by one norm of all of them.
         """
         param_ids = {id(tensor) for tensor in tensors}
         all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [g for g in all_gradients if unscale_to_clip(g, param_ids)]
+        clipped = [g for g in all_gradients if unscale_before_clipping(g, param_ids)]
         if by_norm:
             skip_together(clipped)
 
