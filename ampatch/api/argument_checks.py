@@ -27,7 +27,7 @@ from ..models.managed_model import ManagedModel
 from ..models.module_overrides import overridden_submodules, precisions
 from ..models.sharded_weights import checked_shards
 from ..session.session import registry
-from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
+from ..torch_private.dtensors import can_replace_data, is_dtensor, is_localized_by_ddp
 from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
 from .plan import Plan
 
@@ -236,7 +236,7 @@ def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str
     """
     is_sharded = isinstance(tensor, nn.Parameter) and "FullyShardedDataParallel" in class_names
     if is_dtensor(tensor):
-        is_sharded |= "FSDPModule" in class_names or not can_exchange_data(tensor)
+        is_sharded |= "FSDPModule" in class_names or not can_replace_data(tensor)
     if is_sharded and _needs_cast(tensor, properties):
         return (
             f"a sharded parameter (FSDP, DTensor) in {tensor.dtype}. Models sharded by "
@@ -251,7 +251,7 @@ def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if is_part_of_dtensor(tensor) and properties.uses_half_copies:
+    if is_localized_by_ddp(tensor) and properties.uses_half_copies:
         return (
             "a shard of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not use its half copy."
@@ -350,7 +350,7 @@ def check_optimizers(
         if (
             properties.loss_scale == "dynamic"
             and process_group is None
-            and any(map(is_part_of_dtensor, params))
+            and any(map(is_localized_by_ddp, params))
         ):  # DDP around tensor parallel has made plain parameters of them, without a mesh
             raise AmpatchError(
                 f"{user_call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "

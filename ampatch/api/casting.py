@@ -15,7 +15,7 @@ from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
 from ..config.validation import word
 from ..session.session import get_cast_state, registry
-from ..torch_private.autocast import devices_on, half_dtype
+from ..torch_private.autocast import devices_with_torch_autocast, torch_autocast_dtype
 from ..types import Function, Owner, Precision
 
 
@@ -119,9 +119,9 @@ def precision(dtype: Precision) -> PolicyContext:
         policy, _ = registry.state.innermost_policy()
         if policy is None:
             return INHERIT
-        autocast_devices = devices_on()
+        autocast_devices = devices_with_torch_autocast()
         if autocast_devices:
-            policy = policy.with_half_dtype(half_dtype(autocast_devices[-1]))
+            policy = policy.with_half_dtype(torch_autocast_dtype(autocast_devices[-1]))
         return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
     return PolicyContext(registry.state, forced, user_call)

@@ -40,9 +40,14 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
+from ..torch_private.autocast import (
+    ASK_TO_CAST,
+    AUTOCAST,
+    is_torch_autocast_enabled,
+    set_torch_autocast_enabled,
+)
 from ..torch_private.devices import device_types
-from ..torch_private.dynamo import is_compiling
+from ..torch_private.dynamo import is_inside_compiler
 from .calls import BACKWARD, REGION, CastState, thread_calls
 from .patches import MakeReplacement
 from .policy import Policy
@@ -86,9 +91,9 @@ class AutocastInterop:
 
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
-            if hasattr(region, _IGNORED) or is_compiling():
+            if hasattr(region, _IGNORED) or is_inside_compiler():
                 return original(region)
-            was_enabled = is_enabled(region.device)
+            was_enabled = is_torch_autocast_enabled(region.device)
             entered = None
             try:
                 entered = original(region)
@@ -97,7 +102,7 @@ class AutocastInterop:
             except BaseException:  # the `with` statement will not call `__exit__`
                 if entered is not None:
                     region.__exit__(None, None, None)
-                set_enabled(region.device, was_enabled)
+                set_torch_autocast_enabled(region.device, was_enabled)
                 raise
 
         return enter
@@ -116,7 +121,7 @@ class AutocastInterop:
                 try:
                     result = original(region, *exception)
                 except BaseException:
-                    set_enabled(region.device, region.prev)
+                    set_torch_autocast_enabled(region.device, region.prev)
                     raise
             return result
 
@@ -125,14 +130,16 @@ class AutocastInterop:
     def _enter_call(self, region: torch.autocast) -> None:
         """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
-        policy, is_region_enabled = state.current_policy(), is_enabled(device)
+        policy, is_region_enabled = state.current_policy(), is_torch_autocast_enabled(device)
         is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on_device(device):
             pass
         elif is_custom_bwd and is_region_enabled:
-            set_enabled(device, False)  # the region's exit restores the previous state
+            set_torch_autocast_enabled(
+                device, False
+            )  # the region's exit restores the previous state
         elif is_region_enabled and policy.condition is None:
-            set_enabled(device, False)
+            set_torch_autocast_enabled(device, False)
             policy = policy.with_half_dtype(region.fast_dtype)
         else:
             policy = without_device(policy, device)
@@ -176,7 +183,11 @@ class AutocastInterop:
             if caller is not None and _wants_torchs_state(caller):
                 return original(*args, **kwargs)
             device = _device_of(args, kwargs, default)
-            policy = None if is_enabled(device) else self._policy_to_report(caller, device)
+            policy = (
+                None
+                if is_torch_autocast_enabled(device)
+                else self._policy_to_report(caller, device)
+            )
             return original(*args, **kwargs) if policy is None else policy.half_dtype
 
         return get_autocast_dtype

@@ -15,8 +15,8 @@ from typing import Any
 from torch.compiler import is_exporting
 
 from ..config.opt_levels import HALF_DTYPES
-from ..torch_private.autocast import call_with, is_enabled
-from ..torch_private.custom_ops import OPERATOR_CLASSES, autocast_devices
+from ..torch_private.autocast import call_with_torch_autocast, is_torch_autocast_enabled
+from ..torch_private.custom_ops import OPERATOR_CLASSES, devices_with_autocast_kernel
 from ..torch_private.devices import device_types
 from .arguments import tensors_in
 from .calls import CastState
@@ -43,15 +43,19 @@ def _with_autocast_kernel(
         name = name_of(self)
         supported = devices.get(name)
         if supported is None:
-            supported = devices[name] = autocast_devices(self, name, device_types())
+            supported = devices[name] = devices_with_autocast_kernel(self, name, device_types())
         if not supported or is_exporting():  # an exported graph has the call, not its kernel
             return original(self, *args, **kwargs)
         present = {dtype_and_device(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
-            half = None if is_enabled(device) else state.autocast_kernel_dtype(device, args, kwargs)
+            half = (
+                None
+                if is_torch_autocast_enabled(device)
+                else state.autocast_kernel_dtype(device, args, kwargs)
+            )
             if half in HALF_DTYPES:
                 return state.call_without_casts(
-                    call_with, device, half, original, (self, *args), kwargs
+                    call_with_torch_autocast, device, half, original, (self, *args), kwargs
                 )
         return original(self, *args, **kwargs)
 

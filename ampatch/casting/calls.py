@@ -28,7 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, half_dtype, switch_off, switch_on
+from ..torch_private.autocast import (
+    devices_with_torch_autocast,
+    disable_torch_autocast,
+    enable_torch_autocast,
+    torch_autocast_dtype,
+)
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
 from .handler_containers import HandlerContainers
@@ -170,7 +175,7 @@ class CastState:
             call.policy = thread_calls.policy = policy
         if autocast_off:
             call.autocast_off = autocast_off
-            switch_off(autocast_off)
+            disable_torch_autocast(autocast_off)
 
     def enter_block(
         self,
@@ -206,7 +211,7 @@ class CastState:
             self.exit(call)
             return
         if call.autocast_off:
-            switch_on(call.autocast_off)
+            enable_torch_autocast(call.autocast_off)
         stack.remove(call)
         if call.acquired_state is not None:
             self.release_thread_policies(call)
@@ -226,7 +231,7 @@ class CastState:
             if inner.traced_swap is not None:
                 inner.traced_swap.swap_out()
             if inner.autocast_off:
-                switch_on(inner.autocast_off)
+                enable_torch_autocast(inner.autocast_off)
             if len(stack) > 1:
                 thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
             else:
@@ -334,13 +339,15 @@ class CastState:
         if by_user:
             # The user's block turned torch's autocast off.  If it is on for a device, a
             # torch.autocast region inside that block is active.
-            return INHERIT if devices_on() else user_policy, (), False
+            return INHERIT if devices_with_torch_autocast() else user_policy, (), False
         devices: list[str] = []
         if policy is not None and policy.condition is None:
-            devices = [device for device in devices_on() if policy.casts_on_device(device)]
+            devices = [
+                device for device in devices_with_torch_autocast() if policy.casts_on_device(device)
+            ]
         if policy is None or not devices:
             return policy, (), True
-        half = half_dtype(devices[-1])
+        half = torch_autocast_dtype(devices[-1])
         if not is_dynamo_compiling():
             return policy.with_half_dtype(half), devices, True
         # Dynamo's graph keeps the autocast region.  If its dtype differs from the policy's, only
@@ -352,7 +359,7 @@ class CastState:
 
         For `autocast_off` of `set_policy`.
         """
-        return () if is_dynamo_compiling() else devices_on()
+        return () if is_dynamo_compiling() else devices_with_torch_autocast()
 
     def enter_region(self, dtype: torch.dtype | None) -> None:
         """Enter a region of torch.autocast.  Called only by code that Dynamo traces.

@@ -28,7 +28,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, has_custom_fwd
+from ..torch_private.autocast import devices_with_torch_autocast, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentrant_name
 from ..torch_private.probes import keeps_graph
 from .calls import (
@@ -92,7 +92,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
             state.current_policy_in_forwards() if may_cast else None
         )  # `may_cast` saves two calls
         setattr(self, _POLICY, policy)
-        if policy is not None and policy.condition is not None and devices_on():
+        if policy is not None and policy.condition is not None and devices_with_torch_autocast():
             setattr(self, _TORCH_CASTS_TOO, True)
         for call in thread_calls.stack:
             if call.swap is not None:

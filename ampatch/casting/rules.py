@@ -23,7 +23,7 @@ from ..torch_private.dtensors import is_dtensor
 from ..torch_private.modules import are_flat_weights
 from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.torch_functions import no_torch_function
-from ..torch_private.tracing_tensors import is_internal
+from ..torch_private.tracing_tensors import is_internal_tracing_tensor
 from .arguments import tensors_in
 from .handlers import HasHandler, any_has_handler, has_handler
 from .policy import Policy
@@ -97,7 +97,11 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, Tensor):
         if has_handler(value):
             raise HasHandler
-        if is_castable(value, policy) and value.dtype is not to and not is_internal(value):
+        if (
+            is_castable(value, policy)
+            and value.dtype is not to
+            and not is_internal_tracing_tensor(value)
+        ):
             if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return _cast_tensor(value, to)

@@ -8,12 +8,15 @@ from typing import Any
 
 from ..casting.calls import CastState
 from ..casting.patches import Patch
-from ..torch_private.data_loading import PREPARING
+from ..torch_private.data_loading import DATA_PREPARATION_FUNCTIONS
 
 
 def replacements(state: CastState) -> list[Patch]:
     """The patches of functions that prepare data.  Managed models that they call still cast."""
-    return [(owner, name, lambda fn: _without_casts(fn, state)) for owner, name in PREPARING]
+    return [
+        (owner, name, lambda fn: _without_casts(fn, state))
+        for owner, name in DATA_PREPARATION_FUNCTIONS
+    ]
 
 
 def _without_casts(original: Callable, state: CastState) -> Callable:

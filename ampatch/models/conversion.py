@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
-from ..torch_private.dtensors import exchange_data
+from ..torch_private.dtensors import replace_data
 from .half_copy_slots import StaysFP32
 from .module_overrides import is_batch_or_instance_norm
 
@@ -100,7 +100,7 @@ def _restore(entry: Converted) -> None:
         return
     if original.dtype is dtype:  # `initialize` has failed: the exact values are still there
         tensor.grad = None
-        exchange_data(tensor, original)
+        replace_data(tensor, original)
         tensor.grad = grad
     else:
         set_data(tensor, tensor.detach().to(dtype))
@@ -119,7 +119,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     If the dtype changes, the gradient is cast to the new dtype.
     """
     grad, tensor.grad = tensor.grad, None
-    exchange_data(tensor, data)
+    replace_data(tensor, data)
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 

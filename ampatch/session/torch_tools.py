@@ -64,7 +64,7 @@ class TorchTools:
         self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._registry.state).watch(self._patches)
         if self._is_waiting_for_dynamo:
-            self._replace([*self._replacements(), *dynamo.gradient_readers()])
+            self._replace([*self._replacements(), *dynamo.gradient_reader_patches()])
         else:
             self._replace(self._replacements())
             self._is_waiting_for_dynamo = True
@@ -78,7 +78,7 @@ class TorchTools:
 
     def _replace_in_dynamo(self) -> None:
         if len(self._patches):
-            self._replace(dynamo.gradient_readers())
+            self._replace(dynamo.gradient_reader_patches())
 
     def _replace(self, replacements: list[Patch]) -> None:
         """Apply patches, also to globals that were bound before.

@@ -7,11 +7,11 @@ name costs the feature that its fallback describes, never the import.
 
 Where to look first:
 
-* where a call runs (recorded? in a backward pass? on one of several ranks?), and the order of
-  autograd's nodes: `probes`; which kinds of devices there are: `devices`;
+* where a call runs (traced? in a backward pass? on one of several ranks?), and the order of
+  autograd's nodes: `probes`; which device types there are: `devices`;
 * torch's objects: `modules`, `tensors`, `optimizers`;
 * each rank's shard of a DTensor: `dtensors`;
-* the two kinds of modes: `torch_functions`, `dispatch_modes`;
+* TorchFunctionModes: `torch_functions`; TorchDispatchModes: `dispatch_modes`;
 * a private name with its fallback: `torch_attributes`;
 * compilers: `dynamo` (torch.compile), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `custom_ops`;

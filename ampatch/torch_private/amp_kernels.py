@@ -18,9 +18,9 @@ kernel = torch_attribute("torch._amp_foreach_non_finite_check_and_unscale_", _on
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients of one device by `inverse`, in place; an inf or NaN sets `found_inf`.
+    """Multiply gradients of one device by `inverse`, in place.  An inf or NaN sets `found_inf`.
 
-    torch's kernel takes bfloat16 on the CPU, and not on CUDA.
+    torch's kernel supports bfloat16 on the CPU, and not on CUDA.
     """
     if not found_inf.is_cpu:
         bfloat16_grads = [grad for grad in grads if grad.dtype is torch.bfloat16]
@@ -32,6 +32,6 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
 
 
 update_scale_ = torch_attribute("torch._amp_update_scale_", None)
-"""(scale, clean, found_inf, growth, backoff, interval): the rule of the scale, in place; None: this
-torch has no such kernel.
+"""(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): updates scale
+and tracker in place.  None if this torch has no such kernel.
 """

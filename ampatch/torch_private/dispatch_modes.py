@@ -1,4 +1,4 @@
-"""Modes that see each operator, and torch's stack of them: what `ampatch.debug` is made of."""
+"""TorchDispatchModes, which see each operator, and torch's stack of them.  For `ampatch.debug`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ try:
 except ImportError:
 
     def exit_mode(mode: Any) -> None:
-        """Without torch's stack, `mode` stays in it to the end of the thread."""
+        """Do nothing: without access to torch's stack, `mode` stays in it."""
 
 else:
 
     def exit_mode(mode: Any) -> None:
-        """Leave `mode`, also from below modes that were entered later.
+        """Exit `mode`, even below modes that were entered later.
 
-        A mode of another thread stays there.
+        Does nothing if `mode` is in another thread's stack.
         """
         if not any(other is mode for other in _get_current_dispatch_mode_stack()):
             return
@@ -54,7 +54,7 @@ _next_number = torch_attribute("torch.autograd._get_sequence_nr", lambda: 0)
 
 
 def running_backward_node() -> tuple[bool, int]:
-    """Whether a node of the graph is running, and its number; without a way to ask, none is."""
+    """Return whether an autograd node is running, and its number, or (False, -1)."""
     node = _current_node()
     if node is None:
         return False, -1
@@ -63,5 +63,5 @@ def running_backward_node() -> tuple[bool, int]:
 
 
 def newest_node() -> int:
-    """The number of the node that was made last in this thread; -1 without a way to ask."""
+    """The number of the node that was made last in this thread, or -1 if torch cannot tell."""
     return _next_number() - 1

@@ -1,7 +1,8 @@
-"""Lists of tensors in one call, where this torch can; one by one where it cannot.
+"""torch's foreach functions, which process a list of tensors in one call.
 
-Named and called as the methods of one tensor are: `addcmul_(tensors, first, second,
-value=2)`.  A list among the further arguments has an item for each tensor.
+If this torch lacks one, the tensors are processed one by one.  The functions are named and called
+like the methods of a tensor: `addcmul_(tensors, first, second, value=2)`.  A list among the other
+arguments has an item for each tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from .torch_attributes import torch_attribute
 
 COPY = "_foreach_copy_"
-"""What torch calls `copy_` of lists."""
+"""torch's name of `copy_` for lists."""
 
 
 def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:

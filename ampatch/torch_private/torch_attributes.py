@@ -1,4 +1,4 @@
-"""The one way to a private name of torch that may not be there."""
+"""Finds private names of torch, which a version may lack."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import importlib
 from typing import Any
 
 
-def torch_attribute(name: str, otherwise: Any) -> Any:
-    """The object of torch by a name such as "torch._C._is_tracing"; without it, `otherwise`.
+def torch_attribute(name: str, fallback: Any) -> Any:
+    """Return the object of torch with a name such as "torch._C._is_tracing", or `fallback`.
 
-    It is looked up once.  Code that reads a changing variable of torch asks torch itself.
+    To be called at import.  Code that needs a variable's present value reads it from torch itself.
     """
     home, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(home)
         if hasattr(module, attribute):
             return getattr(module, attribute)
-        # A module that nobody has imported is no attribute of its package.
+        # A module that has not been imported is no attribute of its package.
         return importlib.import_module(name)
     except ImportError:
-        return otherwise
+        return fallback

@@ -1,4 +1,4 @@
-"""`__torch_function__`: torch's stack of TorchFunctionModes, and its tables of functions."""
+"""`__torch_function__`: torch's stack of TorchFunctionModes, and its caches of functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     from torch.overrides import _len_torch_function_stack as torch_function_stack_len
     from torch.overrides import _pop_mode as pop_torch_function_mode
     from torch.overrides import _push_mode as push_torch_function_mode
-except ImportError:  # no way to ask: handlers see the original, and the casts
+except ImportError:  # this torch cannot report its modes: handlers get the original and see casts
 
     def is_torch_function_mode_enabled() -> bool:
         """No mode is known."""
@@ -46,7 +46,7 @@ STACK_CHANGES = [
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
-"""The names by which torch changes its stack of modes; without them no mode is known."""
+"""The functions by which torch changes its stack of modes.  Without them no mode is known."""
 
 CACHED_OVERRIDE_FUNCTIONS = [
     name
@@ -58,14 +58,17 @@ CACHED_OVERRIDE_FUNCTIONS = [
     )
     if hasattr(getattr(torch.overrides, name, None), "cache_clear")
 ]
-"""Functions of `torch.overrides` that remember tables of overridable functions."""
+"""Names of the functions of `torch.overrides` that cache tables of overridable functions."""
 
 no_torch_function = torch_attribute("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
-"""Context manager: no handler of a class is called.  Without it in torch, handlers are called."""
+"""Context manager that disables `__torch_function__` of subclasses.
+
+If this torch lacks `DisableTorchFunctionSubclass`, it does nothing.
+"""
 
 C_NN_NAME = "_nn"
 C_NN = torch_attribute("torch._C._nn", None)
-"""The module from which `torch.nn.functional` has some of its functions, and its name there."""
+"""`torch._C._nn`, which implements some functions of `torch.nn.functional`, and its last name."""
 
 NESTED_TENSORS = "torch.nested._internal.nested_tensor"
 """The module of torch's class of nested tensors."""
@@ -77,4 +80,4 @@ def original_of_matmul() -> Any:
 
 
 builtin_table = torch_attribute("torch.jit._builtins._get_builtin_table", dict)
-"""Without it, scripting a patched function fails as for any closure."""
+"""Returns torch.jit's table of builtins.  Without it, scripting a patched function fails."""

@@ -14,11 +14,11 @@ _KEY = getattr(torch_attribute("torch._C.DispatchKey", None), "AutogradFunctiona
 _is_excluded = torch_attribute("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
 
 
-def is_internal(value: Tensor) -> bool:
-    """Whether torch itself is computing with this tensor, below the calls a user made.
+def is_internal_tracing_tensor(value: Tensor) -> bool:
+    """Whether torch itself computes with this tensor, inside a call that the user made.
 
-    torch.compile's backends and decompositions run torch's Python functions on
-    tracing tensors from inside a dispatch handler, where autograd is excluded.
-    The dispatcher's autocast is off there too.  Without a way to ask they are cast like others.
+    torch.compile's backends and decompositions call torch's Python functions on tracing tensors
+    inside a dispatch handler, where autograd is excluded.  The dispatcher's autocast is off there
+    too.  If torch cannot tell, such tensors are cast like others.
     """
     return _KEY is not None and isinstance(value, _CLASSES) and _is_excluded(_KEY)

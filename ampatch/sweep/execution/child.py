@@ -94,7 +94,7 @@ def run(request: dict[str, Any]) -> int:
         record.write(ending.error)
     signal.signal(signal.SIGTERM, _exit_by_signal)
     if is_ranked:
-        late_threads.let_groups_finish()
+        late_threads.let_gloo_finish()
     # Without this C++ may abort the process at its end.
     late_threads.wait_until_idle(device_figures.used_accelerators())
     return ending.exit_code
