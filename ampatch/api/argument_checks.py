@@ -25,7 +25,7 @@ from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import overridden_submodules, precisions
-from ..models.sharded_weights import checked_shards
+from ..models.sharded_weights import checked_sharded_parameters
 from ..session.session import registry
 from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
 from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
@@ -162,7 +162,7 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
         if properties.cast_model_type is None:
             continue
         _, stays_fp32 = precisions(model, overrides.modules, properties)
-        cast_by_fsdp = checked_shards(model, properties, stays_fp32)
+        cast_by_fsdp = checked_sharded_parameters(model, properties, stays_fp32)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
                 f"{user_call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} "
@@ -275,7 +275,7 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
         names = [name for model in models for name, _ in model.named_modules() if name]
         expected = "Expected a path such as those of model.named_modules()."
         expected += did_you_mean(shown, names)
-        if "overrides" not in plan.replaced:
+        if "overrides" not in plan.replaced_settings:
             raise ValueError(
                 f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
                 f"{shown!r}. {expected}"

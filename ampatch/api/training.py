@@ -100,8 +100,8 @@ def scale_loss(
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
     """The session whose scaler scales a loss that optimizers of two sessions share.
 
-    It is the one with a dynamic scale (`second` if both or none): under a static scale its optimizer
-    would step on inf and NaN.
+    It is the session with a dynamic scale, or `second` if both or none have one: under a static
+    scale its optimizer would step on inf and NaN.
     """
     if first.properties.enabled != second.properties.enabled:
         raise AmpatchError(
@@ -192,7 +192,7 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
 
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`; without `of`, of the last that scales losses."""
+    """The loss scalers of the session that has `of`; for None, of the last that scales losses."""
     session = (
         registry.require_session_of(of, user_call)
         if of is not None

@@ -60,7 +60,7 @@ def parse(overrides: Any) -> Overrides:
     return parsed
 
 
-def named(glob: str, paths: Collection[str]) -> set[str]:
+def matching_paths(glob: str, paths: Collection[str]) -> set[str]:
     """The `paths` that a glob names: the glob itself if it is a path, otherwise all that match.
 
     So `heads[0]` names the module of that path, though it is a glob for `heads0`.

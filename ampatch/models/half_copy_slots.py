@@ -159,7 +159,7 @@ class WeightSlots:
         columns = self._dicts, self._names, self._parameter_indices
         if not set_entries(*columns, tensors, instead_of):
             assert instead_of is not None
-            present = zip(self.present(), self._parameter_indices, strict=True)
+            present = zip(self.present_tensors(), self._parameter_indices, strict=True)
             self.put_by_slot([tensors[i] if now is instead_of[i] else now for now, i in present])
         elif self._rnns:
             self._rebuild_flat_weights()
@@ -175,7 +175,7 @@ class WeightSlots:
                 container[name] = tensor
         self._rebuild_flat_weights()
 
-    def present(self) -> list[Any]:
+    def present_tensors(self) -> list[Any]:
         """The tensors that are in the slots now; None for a slot that does not exist any more."""
         return list(map(dict.get, self._dicts, self._names))
 

@@ -156,7 +156,7 @@ class Swap:
             return
         swapper.claim_slots(new)
         if new.weight_slots.weight_ids:
-            new.swap_in(slot_copies, previous=new.weight_slots.present())
+            new.swap_in(slot_copies, previous=new.weight_slots.present_tensors())
         else:
             new.is_swapped_in = True
 

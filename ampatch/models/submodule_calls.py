@@ -25,7 +25,7 @@ from .own_frame import SubmoduleFrames
 from .values import cast_tensors
 
 
-class Root(Protocol):
+class ModelForSubmodules(Protocol):
     """What `SubmoduleCalls` needs of the `ManagedModel`."""
 
     model: nn.Module
@@ -59,14 +59,14 @@ class SubmoduleCalls:
     Their frames are suspended while the model's own forward runs.
     """
 
-    def __init__(self, root: Root, stays_fp32: StaysFP32) -> None:
+    def __init__(self, root: ModelForSubmodules, stays_fp32: StaysFP32) -> None:
         self._root = root
         self._stays_fp32 = stays_fp32
         self._uses_half_copies = root.properties.uses_half_copies
         self._input_casters: dict[int, InputCaster] = {}
         self.frames = SubmoduleFrames()
 
-    def install(self, swapped_ids: Collection[int]) -> None:
+    def update_frames(self, swapped_ids: Collection[int]) -> None:
         """Give frames to submodules that have half weights; at O2: weights in `swapped_ids`.
 
         Modules that are no submodules any more lose their frames.  Inputs of submodules that stay

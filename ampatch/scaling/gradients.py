@@ -16,7 +16,7 @@
                                       `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before        `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
+    any -> NOT_SCALED                 `on_zero_grad`; `drop_all`: unscaling was interrupted
 
 During a block complete earlier gradients move from `.grad` to `OptimizerBlock.saved`, so that the
 new gradients can be unscaled by themselves.  Scaled earlier gradients stay in `.grad`: in the block
@@ -112,7 +112,7 @@ class AppliedScale:
     generation: int  # of the scaler, when `scale` was read
     members: list[OptimizerGradients] = dataclasses.field(default_factory=list)
 
-    def join(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
+    def add_member(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
         """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
         gradients.applied_scale = self
@@ -205,7 +205,7 @@ class OptimizerGradients:
         )  # `abandon` puts `saved` back
         self.block_count += 1
         if stays and self.applied_scale is None:
-            shared_scale.join(self, list(map(_grad_of, earlier)))
+            shared_scale.add_member(self, list(map(_grad_of, earlier)))
         block.before = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
@@ -256,14 +256,14 @@ class OptimizerGradients:
         self.block = None
         for param in self.parameters():
             param.grad = None
-        self.zeroed()
+        self.on_zero_grad()
 
     # Unscaling
 
     def unscale(
         self, scaler: Scaler, scale: Any, first_optimizer_of: dict[int, OptimizerGradients]
     ) -> OverflowCheck | None:
-        """Unscale the gradients and check them for overflow.  None: nothing was checked.
+        """Unscale the gradients and check them for overflow.  Returns None if none was checked.
 
         Gradients that another optimizer of the block has already unscaled are only checked, by
         unscaling them with a scale of 1.
@@ -361,7 +361,7 @@ class OptimizerGradients:
         check.is_consumed = True
         return check.found_inf if self.has_gradients() else None
 
-    def zeroed(self) -> None:
+    def on_zero_grad(self) -> None:
         """Forget scale and overflow of the gradients, which were zeroed."""
         self.applied_scale = None
         self.scaled_by_other_block = False
@@ -373,9 +373,9 @@ class OptimizerGradients:
             # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
             for gradients in dict.fromkeys(block.first_optimizer_of.values()):
-                gradients.zeroed_by_others(zeroed)
+                gradients.on_zeroed_elsewhere(zeroed)
 
-    def zeroed_by_others(self, zeroed: set[int]) -> None:
+    def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
         """Drop saved gradients of parameters (ids) whose gradients were zeroed elsewhere.
 
         If no gradient is left, forget the overflow.

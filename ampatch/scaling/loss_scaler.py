@@ -19,7 +19,7 @@ from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
 from ..torch_private.devices import is_owned_by_host
-from .scale_value import OverflowFlag, either, is_set, update_, updated
+from .scale_value import OverflowFlag, either, is_set, next_scale, update_
 from .unscaling import multiply_, unscale_
 
 
@@ -211,7 +211,7 @@ class DynamicScaler:
         if self._is_on_host:  # arithmetic on numbers is faster than operators
             before = self._scale.tolist()
             tracker = self._growth_tracker.tolist()
-            scale, tracker = updated(before, tracker, is_set(found_inf), self.settings)
+            scale, tracker = next_scale(before, tracker, is_set(found_inf), self.settings)
             self._growth_tracker.fill_(tracker)
             if scale != before:
                 self._scale.fill_(scale)

@@ -21,7 +21,7 @@ from ..torch_private.optimizers import (
 from .delayed import run_pending_updates, unscale_delayed
 from .gradients import GradState, OptimizerGradients
 from .optimizers import closures, zero_redundancy
-from .optimizers.fused import skips_in_kernel
+from .optimizers.fused import prepare_skip_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
 from .optimizers.state import ReplacedValues, put_back
 from .optimizers.wrappers import ReplacedMethods
@@ -194,7 +194,7 @@ class ManagedOptimizer:
         in_kernel = False
         skipped: bool | Tensor = False
         if found_inf is not None:
-            in_kernel = isinstance(found_inf, Tensor) and skips_in_kernel(self.optimizer)
+            in_kernel = isinstance(found_inf, Tensor) and prepare_skip_in_kernel(self.optimizer)
             skipped = found_inf if in_kernel or isinstance(found_inf, bool) else is_set(found_inf)
         if skipped is True:
             self.record_step(True)
@@ -238,7 +238,7 @@ class ManagedOptimizer:
         else:
             for param in self.parameters():
                 param.grad = None
-        self.gradients.zeroed()
+        self.gradients.on_zero_grad()
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:

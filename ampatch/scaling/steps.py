@@ -149,7 +149,7 @@ class StepReports:
 
     def record_dtypes(self) -> None:
         """Record the dtypes that parameters have now."""
-        self._newly_half()
+        self._take_newly_half()
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
@@ -249,7 +249,7 @@ class StepReports:
 
     def _warn_of_new_half(self, session: SessionForReports) -> None:
         """Warn of parameters that have become half since `initialize`, and not by an opt level."""
-        if not (params := self._newly_half()):
+        if not (params := self._take_newly_half()):
             return
         names = session.parameter_names()
         converted = session.converted_ids()
@@ -267,7 +267,7 @@ class StepReports:
                     param.dtype,
                 )
 
-    def _newly_half(self) -> list[tuple[str, Tensor]]:
+    def _take_newly_half(self) -> list[tuple[str, Tensor]]:
         """Parameters, with paths, that were FP32 at an earlier call and are half now.
 
         Each is returned only once.

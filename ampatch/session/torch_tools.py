@@ -166,7 +166,7 @@ class TorchTools:
         """`module.load_state_dict` has loaded values."""
         for managed in self._registry.models():
             if managed.statistics is not None:
-                managed.statistics.loaded(module)
+                managed.statistics.on_load(module)
 
     def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
@@ -182,7 +182,7 @@ class TorchTools:
     def _forget_overflow(self, zeroed: set[int]) -> None:
         """The gradients of these parameters (ids) were zeroed by their module."""
         for managed in self._registry.optimizers():
-            managed.gradients.zeroed_by_others(zeroed)
+            managed.gradients.on_zeroed_elsewhere(zeroed)
 
 
 def _on_data_access(tensor: Tensor) -> None:
