@@ -31,7 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from ..torch_private.autocast import devices_on, half_dtype, switch_off, switch_on
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .handler_tables import HandlerTables
+from .handler_containers import HandlerContainers
 
 if TYPE_CHECKING:  # at run time imports go the other way
     from ..models.half_copy_swaps import Swap, TracedSlots
@@ -135,7 +135,7 @@ class CastState:
                 after_in_parent=self.lock.release,
                 after_in_child=self.lock.release,
             )
-        self.handler_tables = HandlerTables()
+        self.handler_containers = HandlerContainers()
         self.threads_in_function_modes = 0  # the number of threads in a TorchFunctionMode
 
     # Enter and exit

@@ -22,7 +22,7 @@ from ..torch_private.probes import is_traced_or_transformed, is_tracing
 from .arguments import tensors_in
 from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
-from .dynamo_tables import opaque_call
+from .dynamo_patches import opaque_call
 from .handlers import without_torch_function_modes_if_any
 from .patches import MakeReplacement
 from .policy import Policy

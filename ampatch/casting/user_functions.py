@@ -1,7 +1,7 @@
 """How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
-`function_class_replacements` has the methods to replace in an autograd Function class.  A decorator
-replaces them for good, `install.py` until the patches are undone.
+`function_class_replacements` returns the methods to replace in an autograd Function class.  A
+decorator replaces them permanently, `install.py` until the patches are undone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ GetState = Callable[[], CastState]
 
 
 def user_function(function: Callable, choose: ChooseDtype, get_state: GetState) -> Callable:
-    """`function` with its arguments cast to `choose(args, kwargs, policy)`.
+    """Return `function` with its arguments cast to `choose(args, kwargs, policy)`.
 
-    The functions of torch that it calls follow their own rules.
+    The functions of torch that `function` calls follow their own rules.
     """
 
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def user_function(function: Callable, choose: ChooseDtype, get_state: GetState) 
 
 
 def casting_wrapper(function: Any, choose: ChooseDtype, get_state: GetState) -> Any:
-    """The replacement of a function or method; that of a static method is a static method."""
+    """The replacement of a function or method.  A static or class method remains one."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(casting_wrapper(function.__func__, choose, get_state))
     return functools.wraps(function)(user_function(function, choose, get_state))

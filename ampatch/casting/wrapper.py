@@ -21,7 +21,7 @@ from .. import native
 from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .calls import PROCESS_POLICY, CastState, thread_calls
 from .cast_observers import ObservedCall, observers
-from .dynamo_tables import opaque_call
+from .dynamo_patches import opaque_call
 from .handlers import HasHandler, any_has_handler, call_handlers
 from .policy import Policy
 from .rules import NON_TENSOR_TYPES, PLAIN_TENSOR_TYPES, ChooseDtype, cast_arguments

@@ -108,7 +108,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         self._is_on = False
         self._where_by_node.clear()  # they hold modules
         self._origins = ByStorage()
-        dispatch_modes.take_out(self)  # in another thread the mode stays and does nothing
+        dispatch_modes.exit_mode(self)  # in another thread the mode stays and does nothing
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The origin of the non-finite numbers in a tensor; None if no operator was seen."""

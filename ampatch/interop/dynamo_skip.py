@@ -19,7 +19,7 @@ from ..torch_private import dynamo
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED_MODULES = {
     "interop": "backward_passes",
-    "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
+    "casting": "arguments autocast_interop dynamo_patches rules special_ops user_functions wrapper",
     "models": "lookups",
 }
 """Modules that are not skipped: compiled code calls their functions in place of torch's."""

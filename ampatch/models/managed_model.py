@@ -233,7 +233,7 @@ class ManagedModel:
         for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.exit(call)
-        self.held_functions.take_out()
+        self.held_functions.bind_originals()
         if self.frame is not None:
             self.frame.uninstall()
             self.frame = None

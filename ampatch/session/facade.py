@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..casting.autocast_interop import silence
+from ..casting.autocast_interop import ignore_region
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
@@ -40,6 +40,7 @@ __all__ = [
     "drop_pending_updates",
     "edit_tables",
     "evaluates_first",
+    "ignore_region",
     "in_step",
     "listed_function",
     "load_entries",
@@ -53,7 +54,6 @@ __all__ = [
     "replacement_of",
     "scaling_or_latest_sessions",
     "session_of",
-    "silence",
     "stop_observing_casts",
     "tensors_within",
     "with_apex_tables",

@@ -203,20 +203,20 @@ class Registry(Generic[Session]):
         )
         self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
-            self._tools.put_in()
+            self._tools.install()
         if tables_change:
-            self._take_out_tables()
+            self._uninstall_tables()
             if has_every_level_rows:
                 installed.install(has_cast_tables, overridden)
             if has_cast_tables:
-                self.user_functions.put_all()
+                self.user_functions.patch_all()
         self.state.process_policy = self._process_policy(casting)
         by_init = [s.policies.mixed_dtypes_policy for s, _ in casting if s.init_handle is not None]
         self.state.half_model_policy = by_init[-1] if by_init else None
         for managed in self.models() if has_every_level_rows else ():
-            managed.held_functions.put_in(installed.replacements)
+            managed.held_functions.bind_replacements(installed.replacements)
         if not self.sessions:
-            self._tools.take_out()
+            self._tools.uninstall()
 
     def _process_policy(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
         """The policy outside managed forwards; `casting` are the sessions that cast calls.
@@ -274,10 +274,10 @@ class Registry(Generic[Session]):
 
     def _install_anew(self) -> None:
         if self.installation.has_cast_tables:
-            self._take_out_tables()
+            self._uninstall_tables()
             self.refresh()
 
-    def _take_out_tables(self) -> None:
+    def _uninstall_tables(self) -> None:
         for managed in self.models():
-            managed.held_functions.take_out()
+            managed.held_functions.bind_originals()
         self.installation.undo()

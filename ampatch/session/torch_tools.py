@@ -55,28 +55,28 @@ class TorchTools:
         self._registry = registry
         self._patches = PatchSet()
         self._pairs: list[tuple[Any, Any]] = []  # replacement and original
-        self._awaits_dynamo = False
+        self._is_waiting_for_dynamo = False
 
-    def put_in(self) -> None:
+    def install(self) -> None:
         """Replace them.  Harmless when they are in."""
         if len(self._patches):
             return
         self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._registry.state).watch(self._patches)
-        if self._awaits_dynamo:
+        if self._is_waiting_for_dynamo:
             self._replace([*self._replacements(), *dynamo.gradient_readers()])
         else:
             self._replace(self._replacements())
-            self._awaits_dynamo = True
-            dynamo.when_imported(self._put_in_dynamo)
+            self._is_waiting_for_dynamo = True
+            dynamo.when_imported(self._replace_in_dynamo)
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         """Give them back.  Harmless when they are out."""
         self._patches.undo()
         bind_originals(self._pairs)
         self._pairs = []
 
-    def _put_in_dynamo(self) -> None:
+    def _replace_in_dynamo(self) -> None:
         if len(self._patches):
             self._replace(dynamo.gradient_readers())
 

@@ -1,7 +1,7 @@
 """Every private name of torch that ampatch uses, each with its fallback.
 
 A private name of torch stands in this folder, in `casting/tables.py` (data) or in
-`casting/dynamo_tables.py`, and nowhere else; `tests/laws/test_private_names.py` checks it,
+`casting/dynamo_patches.py`, and nowhere else; `tests/laws/test_private_names.py` checks it,
 and that `import ampatch` and training survive the loss of any of them.  A torch without a
 name costs the feature that its fallback describes, never the import.
 

@@ -29,12 +29,12 @@ try:
     )
 except ImportError:
 
-    def take_out(mode: Any) -> None:
+    def exit_mode(mode: Any) -> None:
         """Without torch's stack, `mode` stays in it to the end of the thread."""
 
 else:
 
-    def take_out(mode: Any) -> None:
+    def exit_mode(mode: Any) -> None:
         """Leave `mode`, also from below modes that were entered later.
 
         A mode of another thread stays there.

@@ -117,7 +117,7 @@ REPLICATE = "_replicate_for_data_parallel"
 """The method of a module by which `nn.DataParallel` makes it: all attributes are copied."""
 
 
-def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
+def forward_hook_dicts(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
     """A module's tables of forward pre-hooks and forward hooks; None where torch has others."""
     before = getattr(module, "_forward_pre_hooks", None)
     after = getattr(module, "_forward_hooks", None)
@@ -130,11 +130,11 @@ def has_forward(module: nn.Module) -> bool:
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _global_tables(*names: str) -> list[dict]:
+def _global_hook_dicts(*names: str) -> list[dict]:
     return [table for name in names if (table := of_torch(name, None)) is not None]
 
 
-GLOBAL_BACKWARD_TABLES = _global_tables(
+GLOBAL_BACKWARD_HOOK_DICTS = _global_hook_dicts(
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
 )
@@ -147,14 +147,14 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+_BACKWARD_HOOK_DICTS = ("_backward_hooks", "_backward_pre_hooks")
 
-BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_TABLES)
+BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_HOOK_DICTS)
 
 
-def backward_tables(module: nn.Module) -> list[dict]:
+def backward_hook_dicts(module: nn.Module) -> list[dict]:
     """A module's tables of backward hooks; empty where they cannot be seen."""
-    return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
+    return [getattr(module, name, {}) for name in _BACKWARD_HOOK_DICTS]
 
 
 def is_fast_path_enabled() -> bool:

@@ -23,7 +23,7 @@ from ampatch.device_figures import random_numbers_again
 from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors, tensors_within
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.torch_private.modules import backward_tables, forward_tables
+from ampatch.torch_private.modules import backward_hook_dicts, forward_hook_dicts
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -286,7 +286,7 @@ def _plain_copy(module: nn.Module) -> nn.Module:
     """A copy that shares nothing, without hooks except torch's own (weight norm)."""
     duplicate = copy.deepcopy(module, _non_leaf_copies(module))
     for submodule in duplicate.modules():
-        for table in (*(forward_tables(submodule) or ()), *backward_tables(submodule)):
+        for table in (*(forward_hook_dicts(submodule) or ()), *backward_hook_dicts(submodule)):
             for key, hook in list(table.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]
