@@ -27,7 +27,7 @@ _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
-def replacements(state: CastState) -> list[Patch]:
+def patches(state: CastState) -> list[Patch]:
     """The patch of `torch.jit.script`: it warns of calls that are not cast."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 

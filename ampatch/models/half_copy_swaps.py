@@ -42,6 +42,7 @@ from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
+from .embeddings import EmbeddingParameters
 from .half_copy_slots import (
     ForwardWrites,
     Slot,
@@ -54,7 +55,6 @@ from .half_copy_slots import (
     put_while_traced,
     slots_of,
 )
-from .lookups import Lookup
 from .sharded_weights import sharded_parameters
 
 swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueDictionary()
@@ -124,19 +124,19 @@ class Swap:
         self._previous: list[Any] | None = None
         # The cache of a `parametrize.cached()` block around the swap.
         self._outer_parametrize_cache: dict | None = None
-        self._lookups: list[Lookup] = []
+        self._embeddings: list[EmbeddingParameters] = []
 
     def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
         """Put copies in the slots; `previous`: the tensors there, if not the parameters."""
         weight_slots = self.weight_slots
         self._previous = previous
         self.may_hold_copies = True
-        if weight_slots.lookups:
+        if weight_slots.embeddings:
             copy_of = dict(zip(map(id, slot_copies.parameters), slot_copies.copies))
-            for lookup in weight_slots.lookups:
-                self._lookups.append(lookup)
-                copy = copy_of.get(id(lookup.parameter))
-                lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
+            for params in weight_slots.embeddings:
+                self._embeddings.append(params)
+                copy = copy_of.get(id(params.parameter))
+                params.swap_in(self.swapper.dtype, copy, self._add_copy)
         weight_slots.put(slot_copies.copies)
         self._outer_parametrize_cache = swap_parametrize_cache({})
         self.is_swapped_in = True
@@ -175,8 +175,8 @@ class Swap:
                     weight_slots.put(weight_slots.parameters, instead_of=slot_copies.copies)
                 else:
                     weight_slots.put_by_slot(previous)
-                for lookup in self._lookups:
-                    lookup.swap_out(self._add_copy)
+                for params in self._embeddings:
+                    params.swap_out(self._add_copy)
                 if self._outer_parametrize_cache is not None:  # computed from FP32 parameters
                     swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False

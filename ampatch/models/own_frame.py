@@ -311,7 +311,7 @@ def _installed_frame(module: nn.Module) -> OwnFrame | None:
     return frames[-1] if frames and frames[-1].is_installed() else None
 
 
-def copying_methods() -> list[Patch]:
+def copy_patches() -> list[Patch]:
     """The patches of `nn.Module`'s methods that copy: shallow copies and replicas get frames."""
 
     def shallow(original: Any) -> Callable:

@@ -64,9 +64,9 @@ class TorchTools:
         self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._registry.state).watch(self._patches)
         if self._is_waiting_for_dynamo:
-            self._replace([*self._replacements(), *dynamo.gradient_readers()])
+            self._replace([*self._all_patches(), *dynamo.gradient_readers()])
         else:
-            self._replace(self._replacements())
+            self._replace(self._all_patches())
             self._is_waiting_for_dynamo = True
             dynamo.when_imported(self._replace_in_dynamo)
 
@@ -89,45 +89,47 @@ class TorchTools:
         self._pairs += new
         rebind({id(original): (self._patches, put) for put, original in new})
 
-    def _replacements(self) -> list[Patch]:
+    def _all_patches(self) -> list[Patch]:
         """Every tool, each with the reason why it is replaced."""
         registry = self._registry
         state = registry.state
         return [
             # gradients are complete where they are clipped; zero_grad forgets an overflow
-            *clip_grad.replacements(self._unscale_before_clipping, self._forget_overflow),
+            *clip_grad.patches(self._unscale_before_clipping, self._forget_overflow),
             # ranks compare settings and scales
-            *ddp.at_wrapping(
+            *ddp.init_patches(
                 lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
                 registry.has_half_copy,
             ),
             # refused under a dynamic loss scale
-            *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
+            *ddp.join_patches(
+                lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)
+            ),
             # writes that do not count up a tensor's version
-            *tensor_methods.data(_on_data_access),
+            *tensor_methods.data_patches(_on_data_access),
             # TorchScript compiles the forwards of the classes, and warns that it casts nothing
-            *torchscript.replacements(state),
+            *torchscript.patches(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.custom_functions(state),
             # autograd.grad and backward(inputs=...): weights named there get nodes of their own;
             # scale_loss blocks check the passes that run in them
-            *backward_passes.replacements(self._record_wanted_grads, start_pass_check),
+            *backward_passes.patches(self._record_wanted_grads, start_pass_check),
             # operators with a kernel for autocast run inside torch's own
-            *autocast_kernels.replacements(state),
+            *autocast_kernels.patches(state),
             # replicas of DataParallel have the casts of the call
             *context_propagation.replicas(state),
             # data are prepared without casts
-            *data_loading.replacements(state),
+            *data_loading.patches(state),
             # copies, pickles and state dicts have the parameters, not their half copies
-            *tensor_methods.copies(),
-            *tensor_methods.saving(),
+            *tensor_methods.copy_patches(),
+            *tensor_methods.state_dict_patches(),
             # running statistics are recorded when they are loaded
-            *tensor_methods.loading(self._has_loaded),
+            *tensor_methods.load_state_dict_patches(self._has_loaded),
             # copies, pickles and replicas of modules have frames of their own, or none
-            *own_frame.copying_methods(),
+            *own_frame.copy_patches(),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_sharing_tensors, self._is_relied_on),
+            *module_dtype.patches(self._model_sharing_tensors, self._is_relied_on),
         ]
 
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
