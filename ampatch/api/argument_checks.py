@@ -33,9 +33,8 @@ from .plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_matched_override_keys: set[Any] = (
-    set()
-)  # keys of overrides that have matched a submodule in this process
+_matched_override_keys: set[Any] = set()
+"""The keys of overrides that have matched a submodule in this process."""
 
 
 class _UnmatchedOverride:
@@ -327,7 +326,7 @@ def check_optimizers(
 ) -> None:
     """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
-    `ValueError`: an optimizer has none of their parameters, or does not update half ones.
+    `ValueError`: an optimizer has none of their parameters, or does not update half parameters.
     `AmpatchError`: it would step with wrong gradients, or on some ranks only.
     """
     owned = {id(parameter) for model in models for parameter in model.parameters()}

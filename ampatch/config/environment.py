@@ -47,7 +47,7 @@ from .opt_levels import (
 )
 from .overrides import PRECISIONS
 from .overrides import read as read_overrides
-from .validation import word
+from .validation import known_word
 
 PROCESS_VARIABLES = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 TRIAL_VARIABLES = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
@@ -150,10 +150,10 @@ def loss_scale(name: str, text: str) -> str | float:
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
-    """The overrides in the JSON file, or the JSON text, that `name` gives."""
+    """The overrides in the JSON file or JSON text that is the text of `name`."""
     globs = read_overrides(f"{name}={text}", text)
     for glob, precision in globs.items():
-        word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
+        known_word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
     return globs
 
 

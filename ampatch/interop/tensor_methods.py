@@ -92,9 +92,7 @@ def state_dict_patches() -> list[Patch]:
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             state = original(self, *args, **kwargs)  # calls `state_dict` of each submodule
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            is_scripted = isinstance(
-                self, torch.jit.ScriptModule
-            )  # such modules get no half copies
+            is_scripted = isinstance(self, torch.jit.ScriptModule)  # then without half copies
             for name in () if is_scripted else list(self._parameters):
                 _save_parameter(state, prefix + name, self._parameters, name)
             return state

@@ -224,7 +224,7 @@ class HalfCopySwapper:
         self.claim: dict[str, int] = {}
 
     def open(self) -> None:
-        """Until `close`, forwards of the model compute with half copies of its FP32 weights."""
+        """Have the model's forwards compute with half copies of its FP32 weights, until `close`."""
         swappers[id(self.model)] = self
         self._weight_slots.clear()
         self.slots_below(self.model)
@@ -248,7 +248,8 @@ class HalfCopySwapper:
             return latest
         self._excluded_ids = sharded_parameters(self.model)
         weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
-        for call in thread_calls.stack:  # copies of another model may be in the slots
+        # While a swap runs, slots may hold half copies of another model: do not keep the list.
+        for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 return weight_slots
         self._weight_slots[id(root)] = weight_slots

@@ -103,7 +103,10 @@ class InputCaster:
         return args, kwargs
 
     def _cast_tensor(self, tensor: Tensor, position: int, casts: InputCasts) -> Tensor:
-        """In C++: `fitting_copy` of `copies.h`."""
+        """Cast one tensor, unless it has no castable dtype or stays FP32.
+
+        In C++: `fitting_copy` of `copies.h`, for small tensors.
+        """
         dtype = tensor.dtype
         if dtype is self._dtype or dtype not in CASTABLE:
             return tensor

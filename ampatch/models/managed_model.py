@@ -44,7 +44,7 @@ from .sharded_weights import checked_sharded_parameters, sharded_parameters
 from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
-_MAX_NAMES_SHOWN = 5  # a warning names at most so many weights
+_MAX_NAMES_SHOWN = 5  # the maximum number of weights that a warning names
 
 ParameterOwners = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """By the id of a parameter: its module, and its name there.
@@ -354,7 +354,7 @@ class ManagedModel:
         if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
             with without_torch_function_modes():
                 return self.exit(call)
-        if call.owner is not None:  # else `enter` has not put it on the stack
+        if call.owner is not None:  # otherwise the call is not on the stack
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..torch_private import foreach
 
-# The originals, bound before any patch: reports would count calls of patches as the script's calls.
+# The originals, bound before any patch: cast reports count calls of patches as calls of the script.
 _cat = torch.cat
 _sub = torch.sub
 _logical_or = torch.logical_or

@@ -67,10 +67,10 @@ class SubmoduleCalls:
         self.frames = SubmoduleFrames()
 
     def update_frames(self, swapped_ids: Collection[int]) -> None:
-        """Give frames to submodules that have half weights; at O2: weights in `swapped_ids`.
+        """Give frames to submodules that have half weights; at O2, to those with `swapped_ids`.
 
-        Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
-        FP32 are cast only by overrides.
+        `swapped_ids`: the ids of the weights that get half copies.  Modules that are no submodules
+        any more lose their frames.  Submodules that stay FP32 get no frame here.
         """
         modules: dict[nn.Module, str] = {}
         for name, module in self._root.model.named_modules():

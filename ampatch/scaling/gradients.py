@@ -105,7 +105,7 @@ class OptimizerBlock:
 
 @dataclasses.dataclass(eq=False)
 class AppliedScale:
-    """What the gradients of `members` are multiplied by: one value of a loss scale."""
+    """The value of a loss scale that the gradients of `members` are multiplied by."""
 
     scaler: Scaler
     scale: Any
@@ -171,7 +171,7 @@ class OptimizerGradients:
     # A block
 
     def before_block(self) -> None:
-        """Log gradients that another block left scaled; recheck those left by an earlier step."""
+        """Log an error for gradients that another block left scaled; recheck old gradients."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
@@ -200,9 +200,8 @@ class OptimizerGradients:
         if first_optimizer_of:
             earlier = self._own_params(earlier, first_optimizer_of)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = OptimizerBlock(
-            first_optimizer_of, saved
-        )  # `abandon` puts `saved` back
+        # From here on `abandon` puts `saved` back.
+        self.block = block = OptimizerBlock(first_optimizer_of, saved)
         self.block_count += 1
         if stays and self.applied_scale is None:
             shared_scale.add_member(self, list(map(_grad_of, earlier)))
@@ -329,9 +328,8 @@ class OptimizerGradients:
                 self.check = None
             return None
         scale = earlier.scaler.peek()
-        check = self.unscale(
-            earlier.scaler, scale / scale, {}
-        )  # a scale of 1 on the scale's device
+        unit_scale = scale / scale  # 1, on the device of the scale
+        check = self.unscale(earlier.scaler, unit_scale, {})
         if check is None:
             return None
         if earlier.is_consumed:
@@ -424,7 +422,7 @@ class OptimizerGradients:
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_scaled_by_other_block(self) -> None:
-        """Log an error if gradients that another optimizer's block scaled are to be used."""
+        """Log an error if a block of another optimizer has left gradients here scaled."""
         if self.scaled_by_other_block and self.has_gradients():
             logger.error(
                 "%s: its gradients are still scaled, because they come from an ampatch.scale_loss "

@@ -23,7 +23,7 @@ from .gradients import GradState, OptimizerGradients
 from .optimizers import closures, zero_redundancy
 from .optimizers.fused import prepare_skip_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import ReplacedValues, put_back
+from .optimizers.state import ReplacedValues, restore_state
 from .optimizers.wrappers import ReplacedMethods
 from .scale_value import is_set
 from .steps import StepCounter, StepReports
@@ -115,7 +115,7 @@ class ManagedOptimizer:
         After an `initialize` that failed, also give its state its former dtypes back.
         """
         try:
-            put_back(self.replaced_state)
+            restore_state(self.replaced_state)
             unscale_delayed(self.gradients)
         finally:
             self._methods.restore()
@@ -124,7 +124,9 @@ class ManagedOptimizer:
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
-            script_closures, new_args, new_kwargs = closures.wrapped(args, kwargs, self._with_casts)
+            script_closures, new_args, new_kwargs = closures.wrap_closures(
+                args, kwargs, self._with_casts
+            )
             if script_closures and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
                     loss = script_closures[0]()

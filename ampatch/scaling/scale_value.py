@@ -53,7 +53,7 @@ def update_(
 
 
 def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
-    """A flag that is set if one of the two is."""
+    """A flag that is set if `first` or `second` is set."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
     if isinstance(first, Tensor):
