@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampatch.config.validation import positive_number, truth_value, whole_number
+from ampatch.config.validation import known_word, positive_number, truth_value, whole_number
 
 WHAT = "f(x=...)"
 positive, in_text = positive_number, partial(positive_number, or_text=True)
