@@ -372,10 +372,7 @@ def check_optimizers(
 
 
 def _ignores_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
-    """Whether the optimizer is fused SGD with half parameters on the CPU.
-
-    torch 2.13 does not update them.
-    """
+    """Whether this is fused SGD with half parameters on the CPU, which torch 2.13 leaves alone."""
     return (
         properties.cast_model_type in HALF_DTYPES
         and not properties.master_weights

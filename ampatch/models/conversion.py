@@ -114,10 +114,7 @@ def _memory_key(data: Tensor) -> tuple:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Replace the tensor's data in place.
-
-    If the dtype changes, the gradient is cast to the new dtype.
-    """
+    """Replace the tensor's data in place.  If the dtype changes, the gradient is cast to it."""
     grad, tensor.grad = tensor.grad, None
     exchange_data(tensor, data)
     if grad is not None:

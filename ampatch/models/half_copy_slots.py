@@ -344,10 +344,7 @@ class ForwardWrites:
             self._copy_changes_to_parameter(copies[index], parameters[index])
 
     def _copy_changes_to_parameter(self, copy: Tensor, parameter: Tensor) -> None:
-        """Write a changed copy into its parameter.
-
-        Elements that did not change keep their FP32 values.
-        """
+        """Write a changed copy into its parameter; unchanged elements keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))

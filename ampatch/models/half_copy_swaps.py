@@ -58,10 +58,7 @@ from .half_copy_slots import (
 from .sharded_weights import sharded_parameters
 
 swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueDictionary()
-"""The open swappers, by the id of their model.
-
-A swapper keeps its model alive, so the id is not reused.
-"""
+"""The open swappers, by the id of their model.  They keep the model alive: the id is not reused."""
 
 
 def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
@@ -337,10 +334,7 @@ class TracedSlots:
 
 
 def _forget_other_threads() -> None:
-    """Release claims of other threads in the child of a fork, where only this thread runs.
-
-    New threads there may get the idents of the old ones.
-    """
+    """Release claims of other threads in the child of a fork, where these threads do not exist."""
     for swapper in list(swappers.values()):
         if swapper.claim.get("thread") not in (None, get_ident()):
             swapper.swap_out_all()

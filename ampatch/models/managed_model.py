@@ -265,10 +265,7 @@ class ManagedModel:
         return InputCaster(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
-        """The dtype of submodule outputs inside a framework's step (Lightning's `training_step`).
-
-        None: any dtype, or no step runs.
-        """
+        """The dtype of submodule outputs in a framework's step, or None: any dtype, or no step."""
         for call in reversed(thread_calls.stack):
             if call.owner is self and call.step_output_dtype is not INHERIT:
                 return call.step_output_dtype

@@ -88,11 +88,7 @@ class Scope(Protocol):
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Enter a call.
-
-        Returns the arguments for the forward, or None if only the forward is to run, with the
-        given arguments.
-        """
+        """Enter a call.  Returns the forward's arguments, or None to run the forward alone."""
 
     def exit(self, call: Call) -> None:
         """Exit a call, also after an `enter` that has raised.  May be called again."""
@@ -279,10 +275,7 @@ class SubmoduleFrames:
         self._methods = [frame.method for frame in plain]
 
     def suspend(self) -> None:
-        """Take the frames out until `resume`.
-
-        A frame around which other code has put a `forward` or a frame stays.
-        """
+        """Take the frames out until `resume`, except frames inside a later `forward` or frame."""
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:

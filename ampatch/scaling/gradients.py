@@ -152,10 +152,7 @@ class OptimizerGradients:
         return GradState.FOUND_INF if may_skip else GradState.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors that the optimizer updates.
-
-        This may be the `params` list of a group, so callers must not change it.
-        """
+        """The tensors that the optimizer updates.  It may be a group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -374,10 +371,7 @@ class OptimizerGradients:
                 gradients.on_zeroed_elsewhere(zeroed)
 
     def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
-        """Drop saved gradients of parameters (ids) whose gradients were zeroed elsewhere.
-
-        If no gradient is left, forget the overflow.
-        """
+        """Drop saved gradients of these parameters (ids); if none is left, forget the overflow."""
         if (block := self.block) is not None:
             block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
             if block.saved:

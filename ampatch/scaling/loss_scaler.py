@@ -269,12 +269,10 @@ class DynamicScaler:
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, tracker: int | None) -> None:
-        """Set the scale and the growth tracker, within their limits.
-
-        torch's kernel never grows the scale if the tracker starts at `growth_interval` or above.
-        """
+        """Set the scale and the growth tracker, within their limits."""
         self._scale.fill_(self.settings.bounded(scale))
         if tracker is not None:
+            # torch's kernel never grows the scale from a tracker of `growth_interval` or above.
             self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))
         self._clamp()
         self.generation += 1

@@ -221,14 +221,11 @@ class ManagedOptimizer:
                 attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is skipped.
-
-        Also marks a skipped step as called, or LR schedulers would warn that `optimizer.step()` was
-        not called.
-        """
+        """Record whether this step is skipped."""
         self.skipped = skipped
         self.counter.record(skipped)
         if skipped is True:
+            # Otherwise LR schedulers would warn that `optimizer.step()` was not called.
             record_skipped_step(self.optimizer)
 
     # The other methods of the optimizer

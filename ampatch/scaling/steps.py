@@ -48,10 +48,7 @@ class StepCounter:
         self._reported = 0  # the number of skipped steps that `take_unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
-        """Count a step.  `skipped` may be a 0-dim tensor, 1 for a skipped step.
-
-        Does not synchronize.
-        """
+        """Count a step, without a host sync.  `skipped` may be a 0-dim tensor, 1 if skipped."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
         elif self._on_device is not None:
@@ -268,10 +265,7 @@ class StepReports:
                 )
 
     def _take_newly_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters, with paths, that were FP32 at an earlier call and are half now.
-
-        Each is returned only once.
-        """
+        """Parameters, with paths, that became half since an earlier call; each is returned once."""
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)
