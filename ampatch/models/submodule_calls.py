@@ -92,7 +92,7 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Enter a call from outside.  None in a forward, and for managed models and copies."""
+        """Enter a call from outside; returns None in forwards, managed models and copies."""
         input_caster = self._input_casters.get(id(module))
         if (
             input_caster is None

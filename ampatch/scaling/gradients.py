@@ -152,7 +152,7 @@ class OptimizerGradients:
         return GradState.FOUND_INF if may_skip else GradState.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors that the optimizer updates.  It may be a group's own list: do not change it."""
+        """The tensors that the optimizer updates, perhaps a group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
