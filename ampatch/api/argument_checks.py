@@ -85,7 +85,7 @@ def as_models(models: Any, user_call: str = "ampatch.initialize") -> list[nn.Mod
     Raises `TypeError` if an object is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(
+    return _as_list(
         models, lambda model: isinstance(model, nn.Module), f"{user_call}(models=", expected
     )
 
@@ -99,12 +99,14 @@ def as_optimizers(optimizers: Any, user_call: str = "ampatch.initialize") -> lis
     replaced; `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
-    listed = _listed(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
+    listed = _as_list(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
     unwrapped = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
-def _listed(objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str) -> list[Any]:
+def _as_list(
+    objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str
+) -> list[Any]:
     listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
     for obj in listed:
         if not is_valid(obj):

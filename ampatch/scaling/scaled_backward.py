@@ -146,7 +146,7 @@ class ScaledBackward:
             ]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
-        self._delay_check = delay_overflow_check
+        self._delay_overflow_check = delay_overflow_check
         self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
         self._member_blocks: list[OptimizerBlock] = []  # a block for each of `_members`
@@ -281,7 +281,7 @@ class ScaledBackward:
                 leave_scaled(gradients, block, self._shared_scale)
             return
         scaler = self._scaler
-        is_delayed = self._delay_check
+        is_delayed = self._delay_overflow_check
         checks: list[tuple[OptimizerGradients, OverflowCheck]] = []
         flags: list[OverflowFlag] = []
         for gradients, block in pairs:
