@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ampatch.torch_private.devices import (
-    NOT_THERE,
+    UNSUPPORTED_ERRORS,
     accelerator,
     current_stream,
     device_types,
@@ -36,7 +36,7 @@ TOOLKITS = ("cuda", "hip", "xpu")
 """The toolkits for which torch may have been built, by its names in `torch.version`."""
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has done all its work.  The CPU has no work left to wait for."""
     if device.type == accelerator():
         torch.accelerator.synchronize(device)
@@ -49,7 +49,7 @@ def moment(device: torch.device) -> Any:
     device and looks at its own clock.
     """
     if not _has_timed_events(device.type):
-        wait_for(device)
+        synchronize(device)
         return time.perf_counter()
     event = new_event(device, timed=True)
     event.record(current_stream(device))
@@ -76,7 +76,7 @@ def _has_timed_events(kind: str) -> bool:
             event.record(current_stream(device))
         second.synchronize()
         first.elapsed_time(second)
-    except NOT_THERE:
+    except UNSUPPORTED_ERRORS:
         return False
     return True
 
@@ -90,7 +90,7 @@ def peak_memory() -> int | None:
     return None if peaks is None else sum(peaks.values()) or None
 
 
-def used() -> list[torch.device]:
+def used_accelerators() -> list[torch.device]:
     """The accelerators that this process has had tensors on.
 
     Where torch keeps no figures of their memory, the current one.
@@ -114,8 +114,8 @@ def _peaks() -> dict[torch.device, int] | None:
     general = torch.accelerator.max_memory_allocated
     peak_of = getattr(_module(kind), "max_memory_allocated", general)
     try:
-        return {torch.device(kind, index): peak_of(index) for index in range(count(kind))}
-    except NOT_THERE:
+        return {torch.device(kind, index): peak_of(index) for index in range(device_count(kind))}
+    except UNSUPPORTED_ERRORS:
         return None
 
 
@@ -127,30 +127,32 @@ def _is_begun(kind: str) -> bool:
 # Machines
 
 
-def count(kind: str) -> int:
+def device_count(kind: str) -> int:
     """How many devices of a type there are; 0 for a type that this torch does not know."""
-    device_count = getattr(_module(kind), "device_count", None)
-    return 0 if device_count is None else device_count()
+    get_count = getattr(_module(kind), "device_count", None)
+    return 0 if get_count is None else get_count()
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The name of the product where torch tells it, else the type of the device."""
     get_name = getattr(_module(device.type), "get_device_name", None)
     return device.type if get_name is None else get_name(device)
 
 
-def described() -> list[str]:
+def describe_accelerators() -> list[str]:
     """Each accelerator: its type, its name, and on CUDA its compute capability.
 
     Tensor Cores take float16 from 7.0 and bfloat16 from 8.0 on.
     """
     kind = accelerator()
-    devices = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
+    devices = (
+        () if kind is None else (torch.device(kind, index) for index in range(device_count(kind)))
+    )
     return [_described(device) for device in devices]
 
 
 def _described(device: torch.device) -> str:
-    words, name = [str(device)], name_of(device)
+    words, name = [str(device)], device_name(device)
     if name != device.type:
         words.append(name)
     if device.type == "cuda":
@@ -158,7 +160,7 @@ def _described(device: torch.device) -> str:
     return " ".join(words)
 
 
-def built_for() -> dict[str, str]:
+def toolkit_versions() -> dict[str, str]:
     """The toolkits that this torch was built for, with their versions; none: for the CPU alone."""
     versions = {name: getattr(torch.version, name, None) for name in TOOLKITS}
     return {name: version for name, version in versions.items() if version}
@@ -169,7 +171,7 @@ def has_tf32() -> bool:
     return accelerator() == "cuda"
 
 
-def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
+def replay_random_numbers() -> Callable[[], AbstractContextManager[None]]:
     """Returns a context manager factory; inside, random numbers are those that follow this call.
 
     They come from torch, Python's `random` and NumPy's global generator, if NumPy is imported.

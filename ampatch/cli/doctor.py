@@ -106,8 +106,8 @@ def facts() -> dict[str, Any]:
         "native_part": native_part(),
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
-        "torch_built_for": device_figures.built_for(),
-        "accelerators": device_figures.described(),
+        "torch_built_for": device_figures.toolkit_versions(),
+        "accelerators": device_figures.describe_accelerators(),
         "apex": f"importable, from {apex.origin or 'a directory without __init__.py'}"
         if apex
         else "not installed",

@@ -18,7 +18,7 @@ from ..config.scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertib
 from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
-from ..torch_private.devices import is_owned_by_host
+from ..torch_private.devices import can_read_without_sync
 from .scale_value import OverflowFlag, either, is_set, next_scale, update_
 from .unscaling import multiply_, unscale_
 
@@ -149,7 +149,7 @@ class DynamicScaler:
 
     def _make_tensors(self, device: torch.device, scale: float, tracker: int) -> None:
         self._device = device
-        self._is_on_host = is_owned_by_host(device)
+        self._is_on_host = can_read_without_sync(device)
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 

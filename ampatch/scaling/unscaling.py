@@ -13,7 +13,7 @@ from ..config.opt_levels import HALF_DTYPES
 from ..native import part
 from ..torch_private import foreach
 from ..torch_private.amp_kernels import check_and_unscale_
-from ..torch_private.devices import is_owned_by_host
+from ..torch_private.devices import can_read_without_sync
 from ..torch_private.dtensors import are_laid_out_alike, local_of
 from .scale_value import OverflowFlag
 
@@ -54,7 +54,7 @@ def multiply_(grads: list[Tensor], factor: Any) -> None:
     for device, group in _kernel_groups(grads):
         if isinstance(factor, Tensor):
             foreach.mul_(group, factor.to(device))
-        elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
+        elif can_read_without_sync(device) and not _HALF.isdisjoint(map(_dtype, group)):
             foreach.mul_(group, torch.tensor(factor, dtype=torch.float64, device=device))
         else:
             foreach.mul_(group, factor)

@@ -24,7 +24,7 @@ from ..torch_private.probes import current_backward_pass
 
 
 class Policies:
-    """The policies of one session; opt level and models decide which is active.
+    """The policies of one session.  The opt level and the models decide which is active.
 
     `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward a call gets FP32 and
     half tensors.  Both share one weight cache.  `functions`: see `Policy`.
@@ -55,7 +55,7 @@ class Policies:
         return self.tables_policy if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
-        """The override that runs a submodule in a precision of its own: "float" or "half"."""
+        """Return the override that runs a submodule in its own precision, "float" or "half"."""
         properties = self._properties
         policy = None
         dtype = torch.float32 if precision == "float" else self.half_dtype
@@ -65,22 +65,22 @@ class Policies:
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
-        """Cast on every device: no model limits the devices."""
+        """Cast on every device.  For sessions without models, which would limit the devices."""
         self.tables_policy.devices = None
 
     def cast_on(self, devices: set[str]) -> None:
-        """Cast on these device types too, where casting is limited to some."""
+        """Cast on these device types too, if casts are limited to some device types."""
         if self.tables_policy.devices is not None:
             self.tables_policy.devices |= devices
 
     def cast_on_accelerators(self) -> None:
-        """Without models: cast on all accelerators, and on the devices of `cast_on`."""
+        """Cast on all accelerators, and on the devices of later `cast_on`.  For no models."""
         self.tables_policy.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
 
 def outside_backward(policy: Policy) -> Policy:
-    """This policy, but without casts in a backward pass, where hooks compute."""
+    """Return `policy` without casts in backward passes, in which hooks may compute."""
     condition = policy.condition
 
     def is_outside(args: tuple, kwargs: dict) -> bool:
@@ -125,7 +125,7 @@ def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors of a call.  Every call runs this, so usual values take no generator."""
+    """The tensors of a call.  Each call runs this, so the usual types take the fast path."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         cls = type(value)

@@ -12,7 +12,7 @@ Where to look first:
 * torch's objects: `modules`, `tensors`, `optimizers`;
 * each rank's shard of a DTensor: `dtensors`;
 * the two kinds of modes: `torch_functions`, `dispatch_modes`;
-* the look-up with its fallback: `lookup`;
+* a private name with its fallback: `torch_attributes`;
 * compilers: `dynamo` (torch.compile), `tracing_tensors`;
 * kernels and operators: `foreach`, `amp_kernels`, `custom_ops`;
 * FSDP2's policies and groups of parameters: `sharding`;

@@ -6,21 +6,21 @@ import operator as attributes
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
 OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
     (cls, attributes.attrgetter(name))
     for path, name in _NAMED.items()
-    if (cls := of_torch(path, None)) is not None
+    if (cls := torch_attribute(path, None)) is not None
 ]
 """The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
 function that returns the full name of an object.  Without the classes such calls go unseen.
 """
 
-_key_name_of = of_torch("torch._C._dispatch_key_for_device", None)
-_keys = of_torch("torch._C.DispatchKey", None)
+_key_name_of = torch_attribute("torch._C._dispatch_key_for_device", None)
+_keys = torch_attribute("torch._C.DispatchKey", None)
 _OF_TORCH = ("aten::", "prim::")
 
 

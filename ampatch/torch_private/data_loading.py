@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _FUNCTIONS = (
     (DataLoader, "__iter__"),  # starts samplers, and workers: forked from here
-    (of_torch("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
-    (of_torch("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
-    (of_torch("torch.utils.data._utils.fetch._IterableDatasetFetcher", None), "fetch"),
+    (torch_attribute("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
+    (torch_attribute("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
+    (torch_attribute("torch.utils.data._utils.fetch._IterableDatasetFetcher", None), "fetch"),
 )
 
 PREPARING: list[tuple[Any, str]] = [

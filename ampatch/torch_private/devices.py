@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 # Every torch has these kernels on CUDA.
-_types_with_fused_optimizers = of_torch(
+_types_with_fused_optimizers = torch_attribute(
     "torch.utils._foreach_utils._get_fused_kernels_supported_devices", lambda: ["cuda"]
 )
-_types_with_list_kernels = of_torch(
+_types_with_foreach_kernels = torch_attribute(
     "torch.utils._foreach_utils._get_foreach_kernels_supported_devices", lambda: ["cuda"]
 )
 
@@ -32,10 +32,11 @@ _BFLOAT16 = {
 """torch's functions that ask for bfloat16, by whether the CPU is an ARM."""
 
 _marks_of_fork = [
-    of_torch(f"torch.{name}._is_in_bad_fork", lambda: False) for name in ("cuda", "xpu", "mps")
+    torch_attribute(f"torch.{name}._is_in_bad_fork", lambda: False)
+    for name in ("cuda", "xpu", "mps")
 ]
 
-NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
+UNSUPPORTED_ERRORS = (RuntimeError, NotImplementedError, AttributeError)
 """What torch raises where a type of devices lacks a feature."""
 
 
@@ -69,7 +70,7 @@ def initial_cast_devices() -> set[str] | None:
 # Memory
 
 
-def is_owned_by_host(device: torch.device) -> bool:
+def can_read_without_sync(device: torch.device) -> bool:
     """Whether the host reads this device's memory without a wait."""
     return device.type == "cpu"
 
@@ -97,7 +98,7 @@ class AsyncCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: Any = None
-        if is_owned_by_host(numbers.device):
+        if can_read_without_sync(numbers.device):
             self._host = numbers.clone()
             return
         try:
@@ -105,7 +106,7 @@ class AsyncCopy:
                 numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
             )
             self._event = new_event(numbers.device)
-        except NOT_THERE:
+        except UNSUPPORTED_ERRORS:
             self._host = numbers.to("cpu")
             return
         self._host.copy_(numbers, non_blocking=True)
@@ -149,7 +150,7 @@ def _has_streams(device: str) -> bool:
         return False
     try:
         current_stream(torch.device(device, 0))
-    except NOT_THERE:
+    except UNSUPPORTED_ERRORS:
         return False
     return True
 
@@ -167,7 +168,7 @@ def new_event(device: torch.device, *, timed: bool = False) -> Any:
 
 def has_foreach_copy_kernel(device: torch.device) -> bool:
     """Whether a copy of a list of tensors is one kernel there, not one for each tensor."""
-    return device.type in _types_with_list_kernels()
+    return device.type in _types_with_foreach_kernels()
 
 
 def have_fused_optimizers(tensors: Iterable[Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import AmpatchError
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 
 class _Missing:
@@ -18,7 +18,7 @@ class _Missing:
         )
 
 
-TorchDispatchMode = of_torch("torch.utils._python_dispatch.TorchDispatchMode", _Missing)
+TorchDispatchMode = torch_attribute("torch.utils._python_dispatch.TorchDispatchMode", _Missing)
 
 
 try:
@@ -49,8 +49,8 @@ else:
             _push_mode(other)
 
 
-_current_node = of_torch("torch._C._current_autograd_node", lambda: None)
-_next_number = of_torch("torch.autograd._get_sequence_nr", lambda: 0)
+_current_node = torch_attribute("torch._C._current_autograd_node", lambda: None)
+_next_number = torch_attribute("torch.autograd._get_sequence_nr", lambda: 0)
 
 
 def running_backward_node() -> tuple[bool, int]:

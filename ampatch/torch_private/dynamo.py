@@ -10,9 +10,9 @@ from typing import Any
 import wrapt
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
-_context = of_torch("torch._guards.CompileContext", None)
+_context = torch_attribute("torch._guards.CompileContext", None)
 _compiled_now = getattr(_context, "try_get", lambda: None)
 
 

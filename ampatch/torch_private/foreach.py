@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 COPY = "_foreach_copy_"
 """What torch calls `copy_` of lists."""
@@ -30,13 +30,13 @@ def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) ->
         ]
 
 
-add = of_torch("torch._foreach_add", partial(one_by_one, "add"))
-add_ = of_torch("torch._foreach_add_", partial(one_by_one, "add_"))
-addcdiv_ = of_torch("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
-addcmul_ = of_torch("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
-copy_ = of_torch("torch._foreach_copy_", partial(one_by_one, "copy_"))
-lerp_ = of_torch("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
-mul = of_torch("torch._foreach_mul", partial(one_by_one, "mul"))
-mul_ = of_torch("torch._foreach_mul_", partial(one_by_one, "mul_"))
-norm = of_torch("torch._foreach_norm", partial(one_by_one, "norm"))
-sqrt = of_torch("torch._foreach_sqrt", partial(one_by_one, "sqrt"))
+add = torch_attribute("torch._foreach_add", partial(one_by_one, "add"))
+add_ = torch_attribute("torch._foreach_add_", partial(one_by_one, "add_"))
+addcdiv_ = torch_attribute("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
+addcmul_ = torch_attribute("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
+copy_ = torch_attribute("torch._foreach_copy_", partial(one_by_one, "copy_"))
+lerp_ = torch_attribute("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
+mul = torch_attribute("torch._foreach_mul", partial(one_by_one, "mul"))
+mul_ = torch_attribute("torch._foreach_mul_", partial(one_by_one, "mul_"))
+norm = torch_attribute("torch._foreach_norm", partial(one_by_one, "norm"))
+sqrt = torch_attribute("torch._foreach_sqrt", partial(one_by_one, "sqrt"))

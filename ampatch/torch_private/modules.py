@@ -12,7 +12,7 @@ import torch.backends.mha
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -20,7 +20,7 @@ TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
     """The private base class, from which users derive too; without it, torch's public classes."""
-    base = of_torch(name, None)
+    base = torch_attribute(name, None)
     return torchs_own if base is None else (base,)
 
 
@@ -131,7 +131,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _global_hook_dicts(*names: str) -> list[dict]:
-    return [table for name in names if (table := of_torch(name, None)) is not None]
+    return [table for name in names if (table := torch_attribute(name, None)) is not None]
 
 
 GLOBAL_BACKWARD_HOOK_DICTS = _global_hook_dicts(

@@ -14,13 +14,14 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .lookup import of_torch
 from .probes import is_profiling
+from .torch_attributes import torch_attribute
 
 _UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: as if one were set
 _WHEN = ("pre", "post")
 _FOR_ALL = [
-    of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
+    torch_attribute(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN)
+    for when in _WHEN
 ]
 _OWN = [f"_optimizer_step_{when}_hooks" for when in _WHEN]
 

@@ -16,24 +16,26 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
-set_grad_enabled = of_torch("torch._C._set_grad_enabled", torch.set_grad_enabled)
+set_grad_enabled = torch_attribute("torch._C._set_grad_enabled", torch.set_grad_enabled)
 
-current_backward_pass = of_torch("torch._C._current_graph_task_id", lambda: -1)
+current_backward_pass = torch_attribute("torch._C._current_graph_task_id", lambda: -1)
 """The number of the backward pass that is running; -1: none.  Unknown: none."""
 
-keeps_graph = of_torch("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
+keeps_graph = torch_attribute("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
 """Whether the backward pass that runs here keeps its graph's buffers.  Unknown: it may."""
 
-is_batched = of_torch("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
+is_batched = torch_attribute("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
 """Whether a tensor is one of a batch of gradients (`is_grads_batched`).  Unknown: it may be."""
 
-is_profiling = of_torch("torch.autograd._profiler_enabled", lambda: True)
+is_profiling = torch_attribute("torch.autograd._profiler_enabled", lambda: True)
 """Whether a profiler is running.  Unknown: one may be."""
 
-is_tracing = of_torch("torch._C.is_tracing", torch.jit.is_tracing)
-_transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True)  # there may be
+is_tracing = torch_attribute("torch._C.is_tracing", torch.jit.is_tracing)
+_transform = torch_attribute(
+    "torch._C._functorch.peek_interpreter_stack", lambda: True
+)  # there may be
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
@@ -41,9 +43,13 @@ def _no_mode(key: Any) -> None:
     """For a torch that cannot be asked for modes: tensors have values, and no `make_fx` records."""
 
 
-_mode_keys = of_torch("torch._C._TorchDispatchModeKey", None)
+_mode_keys = torch_attribute("torch._C._TorchDispatchModeKey", None)
 _FAKE, _PROXY = getattr(_mode_keys, "FAKE", None), getattr(_mode_keys, "PROXY", None)
-_mode = _no_mode if None in (_FAKE, _PROXY) else of_torch("torch._C._get_dispatch_mode", _no_mode)
+_mode = (
+    _no_mode
+    if None in (_FAKE, _PROXY)
+    else torch_attribute("torch._C._get_dispatch_mode", _no_mode)
+)
 _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 
 
@@ -67,7 +73,7 @@ def is_traced_or_transformed() -> bool:
     )
 
 
-_c10d = of_torch("torch.distributed.distributed_c10d", None)  # None: built without
+_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without
 
 
 def is_distributed() -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.overrides
 from torch.overrides import has_torch_function
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 try:
     from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
@@ -42,7 +42,7 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
 
 STACK_CHANGES = [
     (owner, name)
-    for owner in (torch.overrides, of_torch("torch.utils._device", None))
+    for owner in (torch.overrides, torch_attribute("torch.utils._device", None))
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
@@ -60,11 +60,11 @@ CACHED_OVERRIDE_FUNCTIONS = [
 ]
 """Functions of `torch.overrides` that remember tables of overridable functions."""
 
-no_torch_function = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+no_torch_function = torch_attribute("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
 """Context manager: no handler of a class is called.  Without it in torch, handlers are called."""
 
 C_NN_NAME = "_nn"
-C_NN = of_torch("torch._C._nn", None)
+C_NN = torch_attribute("torch._C._nn", None)
 """The module from which `torch.nn.functional` has some of its functions, and its name there."""
 
 NESTED_TENSORS = "torch.nested._internal.nested_tensor"
@@ -76,5 +76,5 @@ def original_of_matmul() -> Any:
     return torch.Tensor.__base__.matmul  # type: ignore[union-attr]
 
 
-builtin_table = of_torch("torch.jit._builtins._get_builtin_table", dict)
+builtin_table = torch_attribute("torch.jit._builtins._get_builtin_table", dict)
 """Without it, scripting a patched function fails as for any closure."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _CLASSES = (
-    of_torch("torch._subclasses.fake_tensor.FakeTensor", ()),
-    of_torch("torch._subclasses.functional_tensor.FunctionalTensor", ()),
+    torch_attribute("torch._subclasses.fake_tensor.FakeTensor", ()),
+    torch_attribute("torch._subclasses.functional_tensor.FunctionalTensor", ()),
 )
-_KEY = getattr(of_torch("torch._C.DispatchKey", None), "AutogradFunctionality", None)
-_is_excluded = of_torch("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
+_KEY = getattr(torch_attribute("torch._C.DispatchKey", None), "AutogradFunctionality", None)
+_is_excluded = torch_attribute("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
 
 
 def is_internal(value: Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ampatch.device_figures import random_numbers_again
+from ampatch.device_figures import replay_random_numbers
 from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors, tensors_within
 from ampatch.sweep.execution.early_stops import lacks_memory
@@ -76,7 +76,7 @@ class ModuleCall:
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, as_group: bool) -> None:
         self._as_group = as_group
-        self._with_same_random_numbers = random_numbers_again()
+        self._with_same_random_numbers = replay_random_numbers()
         self._copy = _copy_without_hooks(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
         self._inputs = copy.deepcopy(

@@ -96,7 +96,7 @@ def run(request: dict[str, Any]) -> int:
     if is_ranked:
         late_threads.let_groups_finish()
     # Without this C++ may abort the process at its end.
-    late_threads.wait_until_idle(device_figures.used())
+    late_threads.wait_until_idle(device_figures.used_accelerators())
     return ending.exit_code
 
 
@@ -155,7 +155,7 @@ class _Record:
     def _complete(self) -> None:
         if self._written_notices not in (None, self._training.recorder.notices):
             self.write(self._error)
-            late_threads.wait_until_idle(device_figures.used())
+            late_threads.wait_until_idle(device_figures.used_accelerators())
 
 
 class _Training:

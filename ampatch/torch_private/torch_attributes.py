@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-def of_torch(name: str, otherwise: Any) -> Any:
+def torch_attribute(name: str, otherwise: Any) -> Any:
     """The object of torch by a name such as "torch._C._is_tracing"; without it, `otherwise`.
 
     It is looked up once.  Code that reads a changing variable of torch asks torch itself.
