@@ -25,7 +25,7 @@ from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import overridden_submodules, precisions
-from ..models.sharded_weights import checked_shards
+from ..models.sharded_weights import checked_sharded_parameters
 from ..session.session import registry
 from ..torch_private.dtensors import can_replace_data, is_dtensor, is_localized_by_ddp
 from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
@@ -33,9 +33,8 @@ from .plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_matched_override_keys: set[Any] = (
-    set()
-)  # keys of overrides that have matched a submodule in this process
+_matched_override_keys: set[Any] = set()
+"""The keys of overrides that have matched a submodule in this process."""
 
 
 class _UnmatchedOverride:
@@ -86,7 +85,7 @@ def as_models(models: Any, user_call: str = "ampatch.initialize") -> list[nn.Mod
     Raises `TypeError` if an object is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(
+    return _as_list(
         models, lambda model: isinstance(model, nn.Module), f"{user_call}(models=", expected
     )
 
@@ -100,12 +99,14 @@ def as_optimizers(optimizers: Any, user_call: str = "ampatch.initialize") -> lis
     replaced; `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
-    listed = _listed(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
+    listed = _as_list(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
     unwrapped = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
-def _listed(objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str) -> list[Any]:
+def _as_list(
+    objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str
+) -> list[Any]:
     listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
     for obj in listed:
         if not is_valid(obj):
@@ -162,7 +163,7 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
         if properties.cast_model_type is None:
             continue
         _, stays_fp32 = precisions(model, overrides.modules, properties)
-        cast_by_fsdp = checked_shards(model, properties, stays_fp32)
+        cast_by_fsdp = checked_sharded_parameters(model, properties, stays_fp32)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
                 f"{user_call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} "
@@ -275,7 +276,7 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
         names = [name for model in models for name, _ in model.named_modules() if name]
         expected = "Expected a path such as those of model.named_modules()."
         expected += did_you_mean(shown, names)
-        if "overrides" not in plan.replaced:
+        if "overrides" not in plan.replaced_settings:
             raise ValueError(
                 f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
                 f"{shown!r}. {expected}"
@@ -327,7 +328,7 @@ def check_optimizers(
 ) -> None:
     """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
-    `ValueError`: an optimizer has none of their parameters, or does not update half ones.
+    `ValueError`: an optimizer has none of their parameters, or does not update half parameters.
     `AmpatchError`: it would step with wrong gradients, or on some ranks only.
     """
     owned = {id(parameter) for model in models for parameter in model.parameters()}
@@ -373,10 +374,7 @@ def check_optimizers(
 
 
 def _ignores_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
-    """Whether the optimizer is fused SGD with half parameters on the CPU.
-
-    torch 2.13 does not update them.
-    """
+    """Whether this is fused SGD with half parameters on the CPU, which torch 2.13 leaves alone."""
     return (
         properties.cast_model_type in HALF_DTYPES
         and not properties.master_weights

@@ -13,7 +13,7 @@ from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
-from ..config.validation import word
+from ..config.validation import known_word
 from ..session.session import get_cast_state, registry
 from ..torch_private.autocast import devices_with_torch_autocast, torch_autocast_dtype
 from ..types import Function, Owner, Precision
@@ -113,7 +113,7 @@ def precision(dtype: Precision) -> PolicyContext:
     Raises `ValueError` for any other `dtype`.
     """
     user_call = f"ampatch.precision({dtype!r})"
-    word(user_call, dtype, PRECISIONS)
+    known_word(user_call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_policy()

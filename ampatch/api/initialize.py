@@ -27,7 +27,7 @@ from ..types import (
     Overrides,
 )
 from . import argument_checks
-from .plan import plan_of
+from .plan import make_plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -170,7 +170,7 @@ def initialize(
     for name in ("models", "optimizers", "process_group"):
         del settings[name]
     set_verbosity(verbosity)
-    plan = plan_of(settings)
+    plan = make_plan(settings)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
     argument_checks.check_objects(plan, listed_models, listed_optimizers, process_group)
@@ -183,8 +183,8 @@ def initialize(
 
     def notify() -> None:
         registry.observers.notify("on_initialize", plan.properties)
-        if plan.replaced:
-            registry.observers.notify("on_replaced", plan.replaced)
+        if plan.replaced_settings:
+            registry.observers.notify("on_replaced", plan.replaced_settings)
 
     with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)

@@ -20,23 +20,23 @@ class Plan:
     """Settings of one `initialize`.
 
     `overrides` are the user's overrides, and `active_overrides` those with an effect at this level.
-    `replaced` has the settings that the environment changes:
+    `replaced_settings` has the settings that the environment changes:
     `{name: (the script's value, the active value)}`.
     """
 
     properties: Properties
     overrides: Overrides
     active_overrides: Overrides
-    replaced: dict[str, tuple[Any, Any]]
+    replaced_settings: dict[str, tuple[Any, Any]]
 
 
-def plan_of(settings: dict[str, Any]) -> Plan:
+def make_plan(settings: dict[str, Any]) -> Plan:
     """The plan for these arguments of `initialize`, by name.
 
     Raises `TypeError` or `ValueError` naming the argument.
     """
     replacing = environment.read()
-    for message in environment.misspelt():
+    for message in environment.misspelt_messages():
         logger.warning(message, extra=ONCE)
     arguments = environment.replaced_arguments(settings, replacing)
     overrides = active_overrides = parse(arguments.pop("overrides"))
@@ -50,5 +50,5 @@ def plan_of(settings: dict[str, Any]) -> Plan:
             "half inputs with FP32 weights and statistics. For half weights add "
             "master_weights=False."
         )
-    replaced = environment.effects(settings, replacing, properties) if replacing else {}
-    return Plan(properties, overrides, active_overrides, replaced)
+    replaced = environment.replaced_values(settings, replacing, properties) if replacing else {}
+    return Plan(properties, overrides, active_overrides, replaced_settings=replaced)

@@ -100,8 +100,8 @@ def scale_loss(
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
     """The session whose scaler scales a loss that optimizers of two sessions share.
 
-    It is the one with a dynamic scale (`second` if both or none): under a static scale its optimizer
-    would step on inf and NaN.
+    It is the session with a dynamic scale, or `second` if both or none have one: under a static
+    scale its optimizer would step on inf and NaN.
     """
     if first.properties.enabled != second.properties.enabled:
         raise AmpatchError(
@@ -112,7 +112,7 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
     return first if first.checks_for_overflow() and not second.checks_for_overflow() else second
 
 
-def _managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
+def _find_managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
     """The managed optimizer, or None in a disabled session.
 
     Raises `AmpatchError` if no session has the optimizer.
@@ -192,7 +192,7 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
 
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`; without `of`, of the last that scales losses."""
+    """The loss scalers of the session that has `of`; for None, of the last that scales losses."""
     session = (
         registry.require_session_of(of, user_call)
         if of is not None
@@ -223,7 +223,7 @@ def loss_scale(loss_id: int = 0) -> float:
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
-def _scaler(user_call: str, loss_id: int) -> Scaler:
+def _scaler_of_latest(user_call: str, loss_id: int) -> Scaler:
     """A loss scaler of the last session that scales losses."""
     session = registry.latest_scaling(f"{user_call}(...)")
     _check_loss_id(loss_id, session, user_call)
@@ -247,7 +247,7 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or `ValueError`
     for any other value, and changes nothing.
     """
-    scaler = _scaler("ampatch.set_loss_scale", loss_id)
+    scaler = _scaler_of_latest("ampatch.set_loss_scale", loss_id)
     user_call = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
     scaler.set(positive_number(user_call, value, expected, or_text=True))
@@ -259,7 +259,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
     """
-    settings = _scaler("ampatch.loss_scale_settings", loss_id).settings
+    settings = _scaler_of_latest("ampatch.loss_scale_settings", loss_id).settings
     return {} if settings is None else dataclasses.asdict(settings)
 
 
@@ -276,7 +276,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
     After an exception nothing has changed.
     """
     user_call = "ampatch.set_loss_scale_settings(...)"
-    scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
+    scaler = _scaler_of_latest("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{user_call}: loss scale {loss_id} is static and has no settings. Use "
@@ -291,7 +291,7 @@ def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     For a fused optimizer it synchronizes with the device.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
-    managed = _managed(optimizer, "ampatch.step_was_skipped")
+    managed = _find_managed(optimizer, "ampatch.step_was_skipped")
     return managed is not None and bool(managed.skipped)
 
 
@@ -303,5 +303,5 @@ def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     Synchronizes with the device if the optimizer is fused.  Raises `AmpatchError` for an optimizer
     that was not given to `initialize`.
     """
-    managed = _managed(optimizer, "ampatch.step_counts")
+    managed = _find_managed(optimizer, "ampatch.step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

@@ -24,7 +24,7 @@ from .patches import Patch
 from .rules import dtype_and_device
 
 
-def replacements(state: CastState) -> list[Patch]:
+def patches(state: CastState) -> list[Patch]:
     """The patches of the calls of operators and of overloads of operators."""
     return [
         (owner, "__call__", functools.partial(_with_autocast_kernel, state, name_of))

@@ -223,7 +223,7 @@ def _embedding_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        params = self.__dict__.get(PARAMETERS)  # in a half model a dict class of `models.lookups`
+        params = self.__dict__.get(PARAMETERS)  # in a half model possibly `EmbeddingParameters`
         if type(params) is dict or getattr(params, "module", None) is not self:
             return original(self, *args, **kwargs)
         return params.look_up(original, args, kwargs)  # type: ignore[union-attr]

@@ -47,7 +47,7 @@ from .opt_levels import (
 )
 from .overrides import PRECISIONS
 from .overrides import read as read_overrides
-from .validation import word
+from .validation import known_word
 
 PROCESS_VARIABLES = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
 TRIAL_VARIABLES = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
@@ -58,7 +58,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
     Raises a `ValueError` that names a wrong variable.
     """
-    native(environment)
+    native_setting(environment)
     values = {
         argument: parse(variable, text)
         for variable, (argument, parse) in _READERS.items()
@@ -70,7 +70,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return {**values, **settings}
 
 
-def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
+def misspelt_messages(environment: Mapping[str, str] = os.environ) -> list[str]:
     """A message for each variable whose name looks like a misspelt variable of ampatch."""
     known = (*VARIABLES, *PROCESS_VARIABLES, *TRIAL_VARIABLES)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
@@ -103,7 +103,7 @@ def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dic
     return {**script, **reset, **replacing}
 
 
-def effects(
+def replaced_values(
     script: dict[str, Any], replacing: dict[str, Any], active: Properties
 ) -> dict[str, tuple[Any, Any]]:
     """`(the script's value, the active one)` by name, for replaced arguments that differ.
@@ -118,8 +118,8 @@ def effects(
     return {name: (before[name], after[name]) for name in replacing if before[name] != after[name]}
 
 
-def native(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether `AMPATCH_NATIVE` requires the native part; None if it is not set."""
+def native_setting(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """`AMPATCH_NATIVE` as a bool, or None if it is not set."""
     text = environment.get("AMPATCH_NATIVE", "")
     return _truth("AMPATCH_NATIVE", text) if text.strip() else None
 
@@ -150,10 +150,10 @@ def loss_scale(name: str, text: str) -> str | float:
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
-    """The overrides in the JSON file, or the JSON text, that `name` gives."""
+    """The overrides in the JSON file or JSON text that is the text of `name`."""
     globs = read_overrides(f"{name}={text}", text)
     for glob, precision in globs.items():
-        word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
+        known_word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
     return globs
 
 

@@ -18,7 +18,7 @@ from ..errors import did_you_mean
 from ..log import ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
 from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
-from .validation import positive_number, truth_value, whole_number, word
+from .validation import known_word, positive_number, truth_value, whole_number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -261,7 +261,7 @@ _VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
     "max_consecutive_skips": _count,
     "allow_banned": truth_value,
     "patch_scope": functools.partial(
-        word,
+        known_word,
         known=("process", "model"),
         expected='"model" (only inside managed models) or "process" (cast every call)',
     ),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import type_name
-from .validation import word
+from .validation import known_word
 
 PRECISIONS = ("float", "half")
 
@@ -46,7 +46,9 @@ def parse(overrides: Any) -> Overrides:
             f'{{"decoder.*": "float"}}, or a JSON file with one, got {type_name(overrides)}.'
         )
     for key, precision in overrides.items():
-        word(f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS)
+        known_word(
+            f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS
+        )
         if isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module)):
             parsed.modules.append((key, precision))
         elif callable(key) and not isinstance(key, (type, nn.Module)):
@@ -60,7 +62,7 @@ def parse(overrides: Any) -> Overrides:
     return parsed
 
 
-def named(glob: str, paths: Collection[str]) -> set[str]:
+def matching_paths(glob: str, paths: Collection[str]) -> set[str]:
     """The `paths` that a glob names: the glob itself if it is a path, otherwise all that match.
 
     So `heads[0]` names the module of that path, though it is a glob for `heads0`.

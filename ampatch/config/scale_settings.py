@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import did_you_mean
 from .validation import positive_number, whole_number
 
-# Between these two a scale and its reciprocal are normal FP32 numbers.
+# In this range a scale and its reciprocal are normal FP32 numbers.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 

@@ -53,7 +53,7 @@ def truth_value(what: str, value: Any) -> bool:
     return value
 
 
-def word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
+def known_word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
     """One of the `known` words.  `expected` describes them in the error."""
     if value not in known:
         listed = " or ".join(f'"{name}"' for name in known)

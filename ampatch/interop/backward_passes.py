@@ -21,7 +21,7 @@ from ..casting.patches import Patch
 from ..torch_private.probes import has_compiled_backward
 
 
-def replacements(
+def patches(
     record_wanted_grads: Callable[[list[Tensor]], bool],
     start_pass_check: Callable[[Any], Callable[[], None] | None],
 ) -> list[Patch]:

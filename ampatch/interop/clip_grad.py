@@ -17,7 +17,7 @@ from ..casting.patches import Patch
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def replacements(
+def patches(
     unscale: Callable[[list[Tensor], bool], None],
     on_zeroed: Callable[[set[int]], None],
 ) -> list[Patch]:

@@ -11,7 +11,7 @@ from ..casting.patches import Patch
 from ..torch_private.data_loading import DATA_PREPARATION_FUNCTIONS
 
 
-def replacements(state: CastState) -> list[Patch]:
+def patches(state: CastState) -> list[Patch]:
     """The patches of functions that prepare data.  Managed models that they call still cast."""
     return [
         (owner, name, lambda fn: _without_casts(fn, state))

@@ -30,7 +30,7 @@ HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
+def init_patches(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
     """The patch of `DistributedDataParallel.__init__`: ranks that wrap a model are compared."""
     if not torch.distributed.is_available():
         return []
@@ -66,7 +66,7 @@ def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfC
             )
 
 
-def at_join(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
+def join_patches(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
     """The patch of `DistributedDataParallel.join_hook`: uneven inputs may be refused."""
     if not torch.distributed.is_available():
         return []

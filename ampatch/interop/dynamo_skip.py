@@ -20,7 +20,7 @@ _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED_MODULES = {
     "interop": "backward_passes",
     "casting": "arguments autocast_interop dynamo_patches rules special_ops user_functions wrapper",
-    "models": "lookups",
+    "models": "embeddings",
 }
 """Modules that are not skipped: compiled code calls their functions in place of torch's."""
 

@@ -28,7 +28,7 @@ IsReliedOn = Callable[[Tensor], bool]
 """Whether a session or an optimizer relies on a parameter or a buffer."""
 
 
-def replacements(
+def patches(
     model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: IsReliedOn
 ) -> list[Patch]:
     """The patches of `nn.Module.float` and of the method behind `.half()`, `.to()` and the like.

@@ -22,7 +22,7 @@ from ..config.opt_levels import HALF_DTYPES
 from ..models.half_copy_swaps import parameter_of_copy
 
 
-def data(listener: Callable[[Tensor], None]) -> list[Patch]:
+def data_patches(listener: Callable[[Tensor], None]) -> list[Patch]:
     """The patch of `Tensor.data`: `listener(tensor)` is called before `.data` is read or set.
 
     `Tensor` gets its own property, which hides the inherited property.
@@ -45,7 +45,7 @@ def data(listener: Callable[[Tensor], None]) -> list[Patch]:
     return [(Tensor, "data", make)]
 
 
-def copies() -> list[Patch]:
+def copy_patches() -> list[Patch]:
     """The patches of deep copies and pickles: a half copy is copied and pickled as its weight."""
 
     def deepcopy(original: Callable) -> Callable:
@@ -69,7 +69,7 @@ def copies() -> list[Patch]:
     return [(Tensor, "__deepcopy__", deepcopy), (Tensor, "__reduce_ex__", reduce)]
 
 
-def loading(after: Callable[[nn.Module], None]) -> list[Patch]:
+def load_state_dict_patches(after: Callable[[nn.Module], None]) -> list[Patch]:
     """The patch of `load_state_dict`: `after(module)` is called when a module has loaded one."""
 
     def make(original: Callable) -> Callable:
@@ -84,7 +84,7 @@ def loading(after: Callable[[nn.Module], None]) -> list[Patch]:
     return [(nn.Module, "load_state_dict", make)]
 
 
-def saving() -> list[Patch]:
+def state_dict_patches() -> list[Patch]:
     """The patch of `state_dict`: it has parameters, not half copies."""
 
     def make(original: Callable) -> Callable:
@@ -92,9 +92,7 @@ def saving() -> list[Patch]:
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             state = original(self, *args, **kwargs)  # calls `state_dict` of each submodule
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            is_scripted = isinstance(
-                self, torch.jit.ScriptModule
-            )  # such modules get no half copies
+            is_scripted = isinstance(self, torch.jit.ScriptModule)  # then without half copies
             for name in () if is_scripted else list(self._parameters):
                 _save_parameter(state, prefix + name, self._parameters, name)
             return state

@@ -27,7 +27,7 @@ _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
-def replacements(state: CastState) -> list[Patch]:
+def patches(state: CastState) -> list[Patch]:
     """The patch of `torch.jit.script`: it warns of calls that are not cast."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 
@@ -39,7 +39,7 @@ def operators_without_casts(compiled: Any) -> list[str]:
 
 
 def warn_of_scripted_submodules(managed: ManagedModel) -> None:
-    """Warn of TorchScript submodules of a model at O1: nothing in them is cast."""
+    """Warn about TorchScript submodules of a model at O1: nothing in them is cast."""
     model_name = type(managed.model).__name__
     if managed.policy is not None:
         for name, module in scripted_submodules(managed.model).items():

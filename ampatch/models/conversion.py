@@ -21,7 +21,7 @@ from .module_overrides import is_batch_or_instance_norm
 _data_property: Any = torch.Tensor.data  # torch's own property: sessions patch `Tensor.data`
 
 
-class Converted(NamedTuple):
+class ConvertedTensor(NamedTuple):
     """A parameter or buffer whose dtype was changed; its former dtype, values and gradient."""
 
     tensor: Tensor
@@ -34,7 +34,7 @@ class ConvertedWeights:
     """The weights and buffers of one model whose dtype was changed."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Converted] = {}  # by the id of the tensor
+        self.entries: dict[int, ConvertedTensor] = {}  # by the id of the tensor
 
     def convert(
         self,
@@ -65,13 +65,13 @@ class ConvertedWeights:
                 if is_known or dtype_before not in CASTABLE or dtype_before is target:
                     continue
                 data = _data_property.__get__(tensor)
-                self.entries[key] = Converted(tensor, dtype_before, data, tensor.grad)
+                self.entries[key] = ConvertedTensor(tensor, dtype_before, data, tensor.grad)
                 memory = (*_memory_key(data), target)
                 set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:
             _flatten_rnns(model)
 
-    def forget(self, ids: Collection[int]) -> dict[int, Converted]:
+    def forget(self, ids: Collection[int]) -> dict[int, ConvertedTensor]:
         """Remove and return these entries, so that the tensors are not changed back."""
         return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
 
@@ -94,7 +94,7 @@ class ConvertedWeights:
         self.entries.clear()
 
 
-def _restore(entry: Converted) -> None:
+def _restore(entry: ConvertedTensor) -> None:
     tensor, dtype, original, grad = entry
     if tensor.dtype is dtype:  # changed back already
         return
@@ -114,10 +114,7 @@ def _memory_key(data: Tensor) -> tuple:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Replace the tensor's data in place.
-
-    If the dtype changes, the gradient is cast to the new dtype.
-    """
+    """Replace the tensor's data in place.  If the dtype changes, the gradient is cast to it."""
     grad, tensor.grad = tensor.grad, None
     replace_data(tensor, data)
     if grad is not None:

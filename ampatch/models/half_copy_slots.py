@@ -27,7 +27,7 @@ from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
 from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.tensors import hooks_of
-from .lookups import Lookup
+from .embeddings import EmbeddingParameters
 
 StaysFP32 = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
@@ -71,28 +71,30 @@ def fp32_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
     ]
 
 
-def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
+def split_embeddings(
+    modules: list[nn.Module], slots: list[Slot]
+) -> tuple[list[EmbeddingParameters], list[Slot]]:
     """The embeddings that look up in their FP32 weight; the slots of all other weights.
 
     Such an embedding has one parameter, which is in no other slot, and which is large or gets
     sparse gradients.  A node that casts a single weight accepts no sparse gradients.
     """
-    embeddings = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
+    embedding_of = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
     slots_in = Counter(id(slot.container) for slot in slots)
     slots_with = Counter(id(slot.parameter) for slot in slots)
-    lookups, others = [], []
+    embeddings, others = [], []
     for slot in slots:
-        embedding = embeddings.get(id(slot.container))
+        module = embedding_of.get(id(slot.container))
         is_single = slots_in[id(slot.container)] == slots_with[id(slot.parameter)] == 1
         if (
-            embedding is not None
+            module is not None
             and is_single
-            and (slot.parameter.numel() >= LARGE_WEIGHT or embedding.sparse)
+            and (slot.parameter.numel() >= LARGE_WEIGHT or module.sparse)
         ):
-            lookups.append(Lookup(embedding, slot.name))
+            embeddings.append(EmbeddingParameters(module, slot.name))
         else:
             others.append(slot)
-    return lookups, others
+    return embeddings, others
 
 
 class WeightSlots:
@@ -117,10 +119,10 @@ class WeightSlots:
         self._sizes = list(map(len, self._all_dicts))
         entries = [(items, *entry) for items in self._all_dicts for entry in items.items()]
         self._all_entries = _columns(entries)
-        self.lookups, slots = split_lookups(modules, fp32_slots(slots_of(dicts), excluded))
+        self.embeddings, slots = split_embeddings(modules, fp32_slots(slots_of(dicts), excluded))
         self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
-        self.weight_ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
+        self.weight_ids = set(by_id).union(id(params.parameter) for params in self.embeddings)
         self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_fp32(m)]
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
@@ -159,7 +161,7 @@ class WeightSlots:
         columns = self._dicts, self._names, self._parameter_indices
         if not set_entries(*columns, tensors, instead_of):
             assert instead_of is not None
-            present = zip(self.present(), self._parameter_indices, strict=True)
+            present = zip(self.present_tensors(), self._parameter_indices, strict=True)
             self.put_by_slot([tensors[i] if now is instead_of[i] else now for now, i in present])
         elif self._rnns:
             self._rebuild_flat_weights()
@@ -175,7 +177,7 @@ class WeightSlots:
                 container[name] = tensor
         self._rebuild_flat_weights()
 
-    def present(self) -> list[Any]:
+    def present_tensors(self) -> list[Any]:
         """The tensors that are in the slots now; None for a slot that does not exist any more."""
         return list(map(dict.get, self._dicts, self._names))
 
@@ -342,10 +344,7 @@ class ForwardWrites:
             self._copy_changes_to_parameter(copies[index], parameters[index])
 
     def _copy_changes_to_parameter(self, copy: Tensor, parameter: Tensor) -> None:
-        """Write a changed copy into its parameter.
-
-        Elements that did not change keep their FP32 values.
-        """
+        """Write a changed copy into its parameter; unchanged elements keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))

@@ -42,6 +42,7 @@ from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
+from .embeddings import EmbeddingParameters
 from .half_copy_slots import (
     ForwardWrites,
     Slot,
@@ -54,14 +55,10 @@ from .half_copy_slots import (
     put_while_traced,
     slots_of,
 )
-from .lookups import Lookup
 from .sharded_weights import sharded_parameters
 
 swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueDictionary()
-"""The open swappers, by the id of their model.
-
-A swapper keeps its model alive, so the id is not reused.
-"""
+"""The open swappers, by the id of their model.  They keep the model alive: the id is not reused."""
 
 
 def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
@@ -124,19 +121,19 @@ class Swap:
         self._previous: list[Any] | None = None
         # The cache of a `parametrize.cached()` block around the swap.
         self._outer_parametrize_cache: dict | None = None
-        self._lookups: list[Lookup] = []
+        self._embeddings: list[EmbeddingParameters] = []
 
     def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
         """Put copies in the slots; `previous`: the tensors there, if not the parameters."""
         weight_slots = self.weight_slots
         self._previous = previous
         self.may_hold_copies = True
-        if weight_slots.lookups:
+        if weight_slots.embeddings:
             copy_of = dict(zip(map(id, slot_copies.parameters), slot_copies.copies))
-            for lookup in weight_slots.lookups:
-                self._lookups.append(lookup)
-                copy = copy_of.get(id(lookup.parameter))
-                lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
+            for params in weight_slots.embeddings:
+                self._embeddings.append(params)
+                copy = copy_of.get(id(params.parameter))
+                params.swap_in(self.swapper.dtype, copy, self._add_copy)
         weight_slots.put(slot_copies.copies)
         self._outer_parametrize_cache = swap_parametrize_cache({})
         self.is_swapped_in = True
@@ -156,7 +153,7 @@ class Swap:
             return
         swapper.claim_slots(new)
         if new.weight_slots.weight_ids:
-            new.swap_in(slot_copies, previous=new.weight_slots.present())
+            new.swap_in(slot_copies, previous=new.weight_slots.present_tensors())
         else:
             new.is_swapped_in = True
 
@@ -175,8 +172,8 @@ class Swap:
                     weight_slots.put(weight_slots.parameters, instead_of=slot_copies.copies)
                 else:
                     weight_slots.put_by_slot(previous)
-                for lookup in self._lookups:
-                    lookup.swap_out(self._add_copy)
+                for params in self._embeddings:
+                    params.swap_out(self._add_copy)
                 if self._outer_parametrize_cache is not None:  # computed from FP32 parameters
                     swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False
@@ -224,7 +221,7 @@ class HalfCopySwapper:
         self.claim: dict[str, int] = {}
 
     def open(self) -> None:
-        """Until `close`, forwards of the model compute with half copies of its FP32 weights."""
+        """Have the model's forwards compute with half copies of its FP32 weights, until `close`."""
         swappers[id(self.model)] = self
         self._weight_slots.clear()
         self.slots_below(self.model)
@@ -248,7 +245,8 @@ class HalfCopySwapper:
             return latest
         self._excluded_ids = sharded_parameters(self.model)
         weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
-        for call in thread_calls.stack:  # copies of another model may be in the slots
+        # While a swap runs, slots may hold half copies of another model: do not keep the list.
+        for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 return weight_slots
         self._weight_slots[id(root)] = weight_slots
@@ -336,10 +334,7 @@ class TracedSlots:
 
 
 def _forget_other_threads() -> None:
-    """Release claims of other threads in the child of a fork, where only this thread runs.
-
-    New threads there may get the idents of the old ones.
-    """
+    """Release claims of other threads in the child of a fork, where these threads do not exist."""
     for swapper in list(swappers.values()):
         if swapper.claim.get("thread") not in (None, get_ident()):
             swapper.swap_out_all()

@@ -1,9 +1,9 @@
 """Casts the inputs of a half model, except values that the half dtype cannot hold.
 
-A forward may write into its inputs.  A container without cast tensors is passed to the forward
-itself; a container with a cast tensor is copied.  When the forward ends, its changes of such copies
-and its in-place changes of cast inputs are written into the caller's objects, in the graph if the
-forward recorded one.  A tensor that is passed twice is cast once.
+A forward may write into its inputs.  A container without cast tensors is passed on unchanged; a
+container with a cast tensor is copied.  When the forward ends, its changes of these copies and its
+in-place changes of cast inputs are written into the caller's objects, in the graph if the forward
+recorded one.  A tensor that is passed twice is cast once.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ class InputCaster:
         self._seen_positions: set[int] = set()
 
     def cast(self, args: tuple, kwargs: dict, casts: InputCasts | None) -> tuple[tuple, dict]:
-        """The arguments for the forward.
-
-        `casts` records them for `write_changes_back`; None while Dynamo traces.
-        """
+        """The arguments for the forward.  `casts` records them; it is None while Dynamo traces."""
         if casts is not None:
             casts.tensors, casts.containers = {}, []
         if casts is None or is_traced_or_transformed():  # Dynamo or another tracer traces the call

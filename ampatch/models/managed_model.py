@@ -40,11 +40,11 @@ from .io_casting import InputCaster, InputCasts
 from .module_overrides import ModuleOverride, has_fp32_buffers
 from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
-from .sharded_weights import checked_shards, sharded_parameters
+from .sharded_weights import checked_sharded_parameters, sharded_parameters
 from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
-_MAX_NAMES_SHOWN = 5  # a warning names at most so many weights
+_MAX_NAMES_SHOWN = 5  # the maximum number of weights that a warning names
 
 ParameterOwners = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """By the id of a parameter: its module, and its name there.
@@ -92,7 +92,7 @@ class ManagedModel:
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
         self._input_caster: InputCaster | None = None
-        self._submodules: SubmoduleCalls | None = None
+        self._submodule_calls: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
         self.swapper: HalfCopySwapper | None = None
@@ -127,15 +127,15 @@ class ManagedModel:
 
     def check_shards(self) -> None:
         """Raise `AmpatchError` if the precision of FSDP2 contradicts the opt level."""
-        if checked_shards(self.model, self.properties, self._stays_fp32):
+        if checked_sharded_parameters(self.model, self.properties, self._stays_fp32):
             # `fully_shard` has replaced converted parameters.
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
     def _on_module_change(self) -> None:
         """Give new submodules frames, and promote mixed dtypes if there are FP32 buffers now."""
-        if self._submodules is not None and self.swapper is not None:
-            self._submodules.install(self.swapper.weight_ids())
+        if self._submodule_calls is not None and self.swapper is not None:
+            self._submodule_calls.update_frames(self.swapper.weight_ids())
         had_mixed_dtypes = self._has_mixed_dtypes
         self._has_mixed_dtypes = has_fp32_buffers(self.model, self._stays_fp32)
         if self._has_mixed_dtypes and not had_mixed_dtypes:
@@ -203,10 +203,10 @@ class ManagedModel:
         for override in self._overrides:
             override.install()
         if self.swapper is not None:
-            self._submodules = SubmoduleCalls(self, self._stays_fp32)
-            self._submodules.install(self.swapper.weight_ids())
+            self._submodule_calls = SubmoduleCalls(self, self._stays_fp32)
+            self._submodule_calls.update_frames(self.swapper.weight_ids())
         self.frame = OwnFrame(model, self)
-        self.frame.put_on_model(self.properties.opt_level)
+        self.frame.install_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
@@ -235,11 +235,11 @@ class ManagedModel:
                 self._state.exit(call)
         self.held_functions.bind_originals()
         if self.frame is not None:
-            self.frame.take_out()
+            self.frame.uninstall()
             self.frame = None
-        if self._submodules is not None:
-            self._submodules.frames.set_modules((), self._submodules)
-            self._submodules = None
+        if self._submodule_calls is not None:
+            self._submodule_calls.frames.set_modules((), self._submodule_calls)
+            self._submodule_calls = None
         for override in self._overrides:
             override.uninstall()
         self.statistics = None
@@ -265,10 +265,7 @@ class ManagedModel:
         return InputCaster(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
-        """The dtype of submodule outputs inside a framework's step (Lightning's `training_step`).
-
-        None: any dtype, or no step runs.
-        """
+        """The dtype of submodule outputs in a framework's step, or None: any dtype, or no step."""
         for call in reversed(thread_calls.stack):
             if call.owner is self and call.step_output_dtype is not INHERIT:
                 return call.step_output_dtype
@@ -324,16 +321,16 @@ class ManagedModel:
             return args, kwargs
         state.enter(call, self)
         call.input_casts = casts
-        call.compute_dtype = None if self._submodules is None else self.in_dtype
+        call.compute_dtype = None if self._submodule_calls is None else self.in_dtype
         if swapper is not None and enclosing is None and not is_fx_traced(args, kwargs):
             swapper.swap_in(call, module)
             policy = self.policy
             if (
                 input_caster is self._input_caster
                 and call.swap is not None
-                and self._submodules is not None
+                and self._submodule_calls is not None
             ):
-                call.suspended_frames = self._submodules.frames  # a call of the model itself
+                call.suspended_frames = self._submodule_calls.frames  # a call of the model itself
                 call.suspended_frames.suspend()
         if policy is None and swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(swapper.dtype)
@@ -354,7 +351,7 @@ class ManagedModel:
         if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
             with without_torch_function_modes():
                 return self.exit(call)
-        if call.owner is not None:  # else `enter` has not put it on the stack
+        if call.owner is not None:  # otherwise the call is not on the stack
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
@@ -419,7 +416,7 @@ class ManagedModel:
         try:
             state.enter(call, self)
             call.traced_swap = slots
-            call.compute_dtype = None if self._submodules is None else self.in_dtype
+            call.compute_dtype = None if self._submodule_calls is None else self.in_dtype
             state.set_policy(call, policy, (), sets_policy)
             return forward(module, *args, **kwargs)
         finally:
@@ -465,7 +462,7 @@ class ManagedModel:
 
         Does nothing for a model that is not half.
         """
-        if self._submodules is None:
+        if self._submodule_calls is None:
             yield
             return
         call = Call()

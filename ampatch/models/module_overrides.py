@@ -17,7 +17,7 @@ from ..casting.calls import Call, CastState, current_compute_dtype
 from ..casting.handlers import without_torch_function_modes
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_DTYPES, Properties
-from ..config.overrides import ModuleKey, named
+from ..config.overrides import ModuleKey, matching_paths
 from ..errors import AmpatchError
 from ..torch_private.modules import (
     BATCH_NORMS,
@@ -63,12 +63,12 @@ class ModuleOverride:
     def install(self) -> None:
         """Give the submodule its frame."""
         self._frame = OwnFrame(self.module, self)
-        self._frame.put()
+        self._frame.install()
 
     def uninstall(self) -> None:
         """Take the frame out."""
         if self._frame is not None:
-            self._frame.take_out()
+            self._frame.uninstall()
             self._frame = None
 
     def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -118,7 +118,7 @@ class ModuleOverride:
         return self.convert_output(output)
 
     def _result_dtype(self) -> torch.dtype | None:
-        """The dtype that the code around this call wants; None: any."""
+        """The dtype that the code around this call wants, or None for any dtype."""
         outer = current_compute_dtype()
         if is_dynamo_compiling():
             return outer or self._out_dtype
@@ -163,7 +163,9 @@ def overridden_submodules(
 def _named(key: ModuleKey, prefix: re.Pattern[str], submodules: dict[str, nn.Module]) -> set[str]:
     if isinstance(key, str):
         match = prefix.match(key)
-        return named(key, submodules) or (named(key[match.end() :], submodules) if match else set())
+        return matching_paths(key, submodules) or (
+            matching_paths(key[match.end() :], submodules) if match else set()
+        )
     return {name for name, module in submodules.items() if isinstance(module, key)}
 
 

@@ -88,11 +88,7 @@ class Scope(Protocol):
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Enter a call.
-
-        Returns the arguments for the forward, or None if only the forward is to run, with the
-        given arguments.
-        """
+        """Enter a call.  Returns the forward's arguments, or None to run the forward alone."""
 
     def exit(self, call: Call) -> None:
         """Exit a call, also after an `enter` that has raised.  May be called again."""
@@ -108,7 +104,7 @@ class Scope(Protocol):
 
 
 class OwnFrame:
-    """The `forward` of one module, from `put` to `take_out`."""
+    """The `forward` that ampatch sets in one module, from `install` to `uninstall`."""
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         self.module: nn.Module | None = module
@@ -119,7 +115,7 @@ class OwnFrame:
         # The frames of copies of the module that `copy.copy` made.
         self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
-    def put(self) -> None:
+    def install(self) -> None:
         """Set the module's `forward` to the frame, around the present `forward`."""
         module: Any = self.module
         attributes = _attributes_of(module)
@@ -133,9 +129,9 @@ class OwnFrame:
         frames.append(self)  # before the next line: KeyboardInterrupt may be raised anywhere
         attributes[_FORWARD] = self.method
 
-    def put_on_model(self, level: str) -> None:
-        """Like `put`, but raises `AmpatchError` if Python would not call the frame."""
-        self.put()
+    def install_on_model(self, level: str) -> None:
+        """Like `install`, but raises `AmpatchError` if Python would not call the frame."""
+        self.install()
         cls = type(self.module)
         if isinstance(inspect.getattr_static(cls, _FORWARD, None), property):
             raise AmpatchError(
@@ -148,14 +144,14 @@ class OwnFrame:
         """Whether `module.forward` is this frame."""
         return self.module is not None and vars(self.module).get(_FORWARD) is self.method
 
-    def take_out(self) -> None:
-        """Take the frame out for good: restore the previous `forward`, unless the script set one.
+    def uninstall(self) -> None:
+        """Take the frame out for good: restore the previous `forward`, if the script set no other.
 
         Other code that still calls the frame's method then runs the previous `forward`.
         """
         self.scope = None
         for frame in list(self.frames_of_copies):
-            frame.take_out()
+            frame.uninstall()
         if (module := self.module) is None:
             return
         attributes = vars(module)
@@ -268,21 +264,18 @@ class SubmoduleFrames:
         """Give frames to exactly these modules; all others lose theirs."""
         for frame in self._frames:
             if frame.module not in modules:
-                frame.take_out()
+                frame.uninstall()
         self._frames = [frame for frame in self._frames if frame.scope is not None]
         for module in set(modules) - {frame.module for frame in self._frames}:
             frame = OwnFrame(module, scope)
             self._frames.append(frame)
-            frame.put()
+            frame.install()
         plain = [frame for frame in self._frames if frame.previous is _MISSING]
         self._attributes = [vars(frame.module) for frame in plain]
         self._methods = [frame.method for frame in plain]
 
     def suspend(self) -> None:
-        """Take the frames out until `resume`.
-
-        A frame around which other code has put a `forward` or a frame stays.
-        """
+        """Take the frames out until `resume`, except frames inside a later `forward` or frame."""
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
@@ -311,7 +304,7 @@ def _installed_frame(module: nn.Module) -> OwnFrame | None:
     return frames[-1] if frames and frames[-1].is_installed() else None
 
 
-def copying_methods() -> list[Patch]:
+def copy_patches() -> list[Patch]:
     """The patches of `nn.Module`'s methods that copy: shallow copies and replicas get frames."""
 
     def shallow(original: Any) -> Callable:
@@ -327,7 +320,7 @@ def copying_methods() -> list[Patch]:
                 for frame in vars(self)[_FRAMES]:
                     new_frame = OwnFrame(copied, frame.scope)
                     frame.frames_of_copies.add(new_frame)
-                    new_frame.put()
+                    new_frame.install()
             return copied
 
         return __copy__

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..torch_private import foreach
 
-# The originals, bound before any patch: reports would count calls of patches as the script's calls.
+# The originals, bound before any patch: cast reports count calls of patches as calls of the script.
 _cat = torch.cat
 _sub = torch.sub
 _logical_or = torch.logical_or
@@ -34,17 +34,17 @@ class RunningStatistics:
         self._norms = [weakref.ref(norm) for norm in norms]
         self._record()
 
-    def loaded(self, root: nn.Module) -> None:
+    def on_load(self, root: nn.Module) -> None:
         """Record the statistics again, after values were loaded into `root`."""
         norms = [norm() for norm in self._norms]
         if any(module is norm for module in root.modules() for norm in norms):
             self._record()
 
     def _record(self) -> None:
-        self._groups = self._grouped()
+        self._groups = self._group_buffers()
         self._recorded = [_cat(buffers) for buffers in self._groups]
 
-    def _grouped(self) -> list[list[Tensor]]:
+    def _group_buffers(self) -> list[list[Tensor]]:
         """The buffers, in one list per device and dtype."""
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for norm in self._norms:
@@ -59,7 +59,7 @@ class RunningStatistics:
         """
         first = getattr(self._norms[0](), "running_mean", None)
         if type(first) is Tensor and first is not self._groups[0][0]:  # the model was moved
-            self._groups = self._grouped()
+            self._groups = self._group_buffers()
             if len(self._groups) != len(self._recorded):
                 self._record()
         for index, buffers in enumerate(self._groups):

@@ -24,7 +24,9 @@ def sharded_parameters(model: nn.Module) -> set[int]:
     }
 
 
-def checked_shards(model: nn.Module, properties: Properties, stays_fp32: StaysFP32) -> set[int]:
+def checked_sharded_parameters(
+    model: nn.Module, properties: Properties, stays_fp32: StaysFP32
+) -> set[int]:
     """Like `sharded_parameters`, but raises `AmpatchError` if FSDP2 contradicts the opt level.
 
     Shards must be FP32 at O0 and half at O3; at O2 both are allowed.  FSDP2 must compute in FP32 at

@@ -25,7 +25,7 @@ from .own_frame import SubmoduleFrames
 from .values import cast_tensors
 
 
-class Root(Protocol):
+class ModelForSubmodules(Protocol):
     """What `SubmoduleCalls` needs of the `ManagedModel`."""
 
     model: nn.Module
@@ -59,18 +59,18 @@ class SubmoduleCalls:
     Their frames are suspended while the model's own forward runs.
     """
 
-    def __init__(self, root: Root, stays_fp32: StaysFP32) -> None:
+    def __init__(self, root: ModelForSubmodules, stays_fp32: StaysFP32) -> None:
         self._root = root
         self._stays_fp32 = stays_fp32
         self._uses_half_copies = root.properties.uses_half_copies
         self._input_casters: dict[int, InputCaster] = {}
         self.frames = SubmoduleFrames()
 
-    def install(self, swapped_ids: Collection[int]) -> None:
-        """Give frames to submodules that have half weights; at O2: weights in `swapped_ids`.
+    def update_frames(self, swapped_ids: Collection[int]) -> None:
+        """Give frames to submodules that have half weights; at O2, to those with `swapped_ids`.
 
-        Modules that are no submodules any more lose their frames.  Inputs of submodules that stay
-        FP32 are cast only by overrides.
+        `swapped_ids`: the ids of the weights that get half copies.  Modules that are no submodules
+        any more lose their frames.  Submodules that stay FP32 get no frame here.
         """
         modules: dict[nn.Module, str] = {}
         for name, module in self._root.model.named_modules():
@@ -92,10 +92,7 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Enter a call of a submodule from outside.
-
-        Returns None inside a forward, and for submodules that are managed models or copies.
-        """
+        """Enter a call from outside; returns None in forwards, managed models and copies."""
         input_caster = self._input_casters.get(id(module))
         if (
             input_caster is None

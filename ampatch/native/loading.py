@@ -51,7 +51,7 @@ def load() -> tuple[ModuleType | None, Status]:
 def find() -> tuple[ModuleType | None, Status]:
     """Return the loaded native part, or None, and its status."""
     try:
-        if environment.native() is False:
+        if environment.native_setting() is False:
             return None, Status(False, "off (AMPATCH_NATIVE=0)")
     except ValueError as error:  # `initialize` raises the error to the user
         return None, Status(False, f"off ({error})")
@@ -76,7 +76,7 @@ def find() -> tuple[ModuleType | None, Status]:
 
 def _is_asked_for() -> bool:
     try:
-        return environment.native() is True
+        return environment.native_setting() is True
     except ValueError:
         return False
 

@@ -30,7 +30,7 @@ def leave_scaled(
     gradients: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
 ) -> None:
     """End a block with `delay_unscale`: saved gradients get its scale too, and all stay scaled."""
-    shared_scale.join(gradients, [grad for _, grad in block.saved])
+    shared_scale.add_member(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)
     gradients.block = None
 

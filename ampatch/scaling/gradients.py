@@ -16,7 +16,7 @@
                                       `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before        `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
+    any -> NOT_SCALED                 `on_zero_grad`; `drop_all`: unscaling was interrupted
 
 During a block complete earlier gradients move from `.grad` to `OptimizerBlock.saved`, so that the
 new gradients can be unscaled by themselves.  Scaled earlier gradients stay in `.grad`: in the block
@@ -105,14 +105,14 @@ class OptimizerBlock:
 
 @dataclasses.dataclass(eq=False)
 class AppliedScale:
-    """What the gradients of `members` are multiplied by: one value of a loss scale."""
+    """The value of a loss scale that the gradients of `members` are multiplied by."""
 
     scaler: Scaler
     scale: Any
     generation: int  # of the scaler, when `scale` was read
     members: list[OptimizerGradients] = dataclasses.field(default_factory=list)
 
-    def join(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
+    def add_member(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
         """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
         gradients.applied_scale = self
@@ -152,10 +152,7 @@ class OptimizerGradients:
         return GradState.FOUND_INF if may_skip else GradState.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors that the optimizer updates.
-
-        This may be the `params` list of a group, so callers must not change it.
-        """
+        """The tensors that the optimizer updates, perhaps a group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -171,7 +168,7 @@ class OptimizerGradients:
     # A block
 
     def before_block(self) -> None:
-        """Log gradients that another block left scaled; recheck those left by an earlier step."""
+        """Log an error for gradients that another block left scaled; recheck old gradients."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
@@ -200,12 +197,11 @@ class OptimizerGradients:
         if first_optimizer_of:
             earlier = self._own_params(earlier, first_optimizer_of)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = OptimizerBlock(
-            first_optimizer_of, saved
-        )  # `abandon` puts `saved` back
+        # From here on `abandon` puts `saved` back.
+        self.block = block = OptimizerBlock(first_optimizer_of, saved)
         self.block_count += 1
         if stays and self.applied_scale is None:
-            shared_scale.join(self, list(map(_grad_of, earlier)))
+            shared_scale.add_member(self, list(map(_grad_of, earlier)))
         block.before = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
@@ -256,14 +252,14 @@ class OptimizerGradients:
         self.block = None
         for param in self.parameters():
             param.grad = None
-        self.zeroed()
+        self.on_zero_grad()
 
     # Unscaling
 
     def unscale(
         self, scaler: Scaler, scale: Any, first_optimizer_of: dict[int, OptimizerGradients]
     ) -> OverflowCheck | None:
-        """Unscale the gradients and check them for overflow.  None: nothing was checked.
+        """Unscale the gradients and check them for overflow.  Returns None if none was checked.
 
         Gradients that another optimizer of the block has already unscaled are only checked, by
         unscaling them with a scale of 1.
@@ -329,9 +325,8 @@ class OptimizerGradients:
                 self.check = None
             return None
         scale = earlier.scaler.peek()
-        check = self.unscale(
-            earlier.scaler, scale / scale, {}
-        )  # a scale of 1 on the scale's device
+        unit_scale = scale / scale  # 1, on the device of the scale
+        check = self.unscale(earlier.scaler, unit_scale, {})
         if check is None:
             return None
         if earlier.is_consumed:
@@ -361,7 +356,7 @@ class OptimizerGradients:
         check.is_consumed = True
         return check.found_inf if self.has_gradients() else None
 
-    def zeroed(self) -> None:
+    def on_zero_grad(self) -> None:
         """Forget scale and overflow of the gradients, which were zeroed."""
         self.applied_scale = None
         self.scaled_by_other_block = False
@@ -373,13 +368,10 @@ class OptimizerGradients:
             # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
             for gradients in dict.fromkeys(block.first_optimizer_of.values()):
-                gradients.zeroed_by_others(zeroed)
+                gradients.on_zeroed_elsewhere(zeroed)
 
-    def zeroed_by_others(self, zeroed: set[int]) -> None:
-        """Drop saved gradients of parameters (ids) whose gradients were zeroed elsewhere.
-
-        If no gradient is left, forget the overflow.
-        """
+    def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
+        """Drop saved gradients of these parameters (ids); if none is left, forget the overflow."""
         if (block := self.block) is not None:
             block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
             if block.saved:
@@ -424,7 +416,7 @@ class OptimizerGradients:
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_scaled_by_other_block(self) -> None:
-        """Log an error if gradients that another optimizer's block scaled are to be used."""
+        """Log an error if a block of another optimizer has left gradients here scaled."""
         if self.scaled_by_other_block and self.has_gradients():
             logger.error(
                 "%s: its gradients are still scaled, because they come from an ampatch.scale_loss "

@@ -19,7 +19,7 @@ from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
 from ..torch_private.devices import can_read_without_sync
-from .scale_value import OverflowFlag, either, is_set, update_, updated
+from .scale_value import OverflowFlag, either, is_set, next_scale, update_
 from .unscaling import multiply_, unscale_
 
 
@@ -211,7 +211,7 @@ class DynamicScaler:
         if self._is_on_host:  # arithmetic on numbers is faster than operators
             before = self._scale.tolist()
             tracker = self._growth_tracker.tolist()
-            scale, tracker = updated(before, tracker, is_set(found_inf), self.settings)
+            scale, tracker = next_scale(before, tracker, is_set(found_inf), self.settings)
             self._growth_tracker.fill_(tracker)
             if scale != before:
                 self._scale.fill_(scale)
@@ -269,12 +269,10 @@ class DynamicScaler:
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, tracker: int | None) -> None:
-        """Set the scale and the growth tracker, within their limits.
-
-        torch's kernel never grows the scale if the tracker starts at `growth_interval` or above.
-        """
+        """Set the scale and the growth tracker, within their limits."""
         self._scale.fill_(self.settings.bounded(scale))
         if tracker is not None:
+            # torch's kernel never grows the scale from a tracker of `growth_interval` or above.
             self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))
         self._clamp()
         self.generation += 1

@@ -21,9 +21,9 @@ from ..torch_private.optimizers import (
 from .delayed import run_pending_updates, unscale_delayed
 from .gradients import GradState, OptimizerGradients
 from .optimizers import closures, zero_redundancy
-from .optimizers.fused import skips_in_kernel
+from .optimizers.fused import prepare_skip_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import ReplacedValues, put_back
+from .optimizers.state import ReplacedValues, restore_state
 from .optimizers.wrappers import ReplacedMethods
 from .scale_value import is_set
 from .steps import StepCounter, StepReports
@@ -115,7 +115,7 @@ class ManagedOptimizer:
         After an `initialize` that failed, also give its state its former dtypes back.
         """
         try:
-            put_back(self.replaced_state)
+            restore_state(self.replaced_state)
             unscale_delayed(self.gradients)
         finally:
             self._methods.restore()
@@ -124,7 +124,9 @@ class ManagedOptimizer:
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
-            script_closures, new_args, new_kwargs = closures.wrapped(args, kwargs, self._with_casts)
+            script_closures, new_args, new_kwargs = closures.wrap_closures(
+                args, kwargs, self._with_casts
+            )
             if script_closures and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
                     loss = script_closures[0]()
@@ -194,7 +196,7 @@ class ManagedOptimizer:
         in_kernel = False
         skipped: bool | Tensor = False
         if found_inf is not None:
-            in_kernel = isinstance(found_inf, Tensor) and skips_in_kernel(self.optimizer)
+            in_kernel = isinstance(found_inf, Tensor) and prepare_skip_in_kernel(self.optimizer)
             skipped = found_inf if in_kernel or isinstance(found_inf, bool) else is_set(found_inf)
         if skipped is True:
             self.record_step(True)
@@ -219,14 +221,11 @@ class ManagedOptimizer:
                 attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is skipped.
-
-        Also marks a skipped step as called, or LR schedulers would warn that `optimizer.step()` was
-        not called.
-        """
+        """Record whether this step is skipped."""
         self.skipped = skipped
         self.counter.record(skipped)
         if skipped is True:
+            # Otherwise LR schedulers would warn that `optimizer.step()` was not called.
             record_skipped_step(self.optimizer)
 
     # The other methods of the optimizer
@@ -238,7 +237,7 @@ class ManagedOptimizer:
         else:
             for param in self.parameters():
                 param.grad = None
-        self.gradients.zeroed()
+        self.gradients.on_zero_grad()
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:

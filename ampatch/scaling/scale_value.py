@@ -19,7 +19,9 @@ OverflowFlag = Tensor | bool
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
-def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -> tuple[Any, Any]:
+def next_scale(
+    scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings
+) -> tuple[Any, Any]:
     """The scale and `tracker`, the count of clean steps, after a step; numbers or FP64 tensors.
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
@@ -37,12 +39,12 @@ def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -
 def update_(
     scale: Tensor, tracker: Tensor, found_inf: OverflowFlag, settings: ScaleSettings
 ) -> None:
-    """`updated` in place, for 0-dim tensors (FP32, int32).  Does not synchronize."""
+    """`next_scale` in place, for 0-dim tensors (FP32, int32).  Does not synchronize."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)
     if update_scale_ is None:
-        new_scale, new_tracker = updated(scale.double(), tracker, found_inf.double(), settings)
+        new_scale, new_tracker = next_scale(scale.double(), tracker, found_inf.double(), settings)
         scale.copy_(new_scale)
         tracker.copy_(new_tracker)
     else:
@@ -51,7 +53,7 @@ def update_(
 
 
 def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
-    """A flag that is set if one of the two is."""
+    """A flag that is set if `first` or `second` is set."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
     if isinstance(first, Tensor):

@@ -56,7 +56,7 @@ _NO_BACKWARD = (
 
 
 def refuse_attribute(block: object, name: str) -> NoReturn:
-    """Raise `AttributeError`: the `__getattr__` of blocks, which are no scaled losses."""
+    """Raise `AttributeError`: the `__getattr__` of blocks, for scripts that use one as the loss."""
     raise AttributeError(
         f"ampatch.scale_loss(...).{name}: scale_loss returns a context manager, which has no "
         f"{name!r}. Write 'with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
@@ -146,7 +146,7 @@ class ScaledBackward:
             ]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
-        self._delay_check = delay_overflow_check
+        self._delay_overflow_check = delay_overflow_check
         self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
         self._member_blocks: list[OptimizerBlock] = []  # a block for each of `_members`
@@ -217,19 +217,19 @@ class ScaledBackward:
         return BlockSnapshot(self, self._pass_counter.count, [g.snapshot() for g in self._members])
 
     def has_new_gradients_since(self, before: BlockSnapshot) -> bool:
-        """Whether gradients of the block's optimizers have changed."""
+        """Whether gradients of the block's optimizers have changed since `before`."""
         pairs = zip(self._members, before.of_members, strict=True)
         return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
 
     def was_reached_since(self, before: BlockSnapshot) -> bool:
-        """Whether a backward pass has reached the block's scaled loss."""
+        """Whether a backward pass has gone through the block's scaled loss since `before`."""
         return self._pass_counter is not None and self._pass_counter.count > before.pass_count
 
     def accept_pass(self, reached_blocks: list[ScaledBackward]) -> None:
-        """Count a backward pass that went through the scaled losses of other blocks.
+        """Count a backward pass of `reached_blocks` that changed gradients of this block.
 
-        Called after the pass has changed gradients of this block.  Raises `AmpatchError` unless all
-        `reached_blocks` have the scale of this block.
+        `reached_blocks` are the other blocks through whose scaled losses the pass went.  Raises
+        `AmpatchError` unless all of them have the scale of this block.
         """
         own_scale, scales = float(self.scale), [float(other.scale) for other in reached_blocks]
         if not scales and own_scale != 1.0:
@@ -281,7 +281,7 @@ class ScaledBackward:
                 leave_scaled(gradients, block, self._shared_scale)
             return
         scaler = self._scaler
-        is_delayed = self._delay_check
+        is_delayed = self._delay_overflow_check
         checks: list[tuple[OptimizerGradients, OverflowCheck]] = []
         flags: list[OverflowFlag] = []
         for gradients, block in pairs:

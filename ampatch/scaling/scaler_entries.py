@@ -11,7 +11,7 @@ from .loss_scaler import Scaler, checked_entry
 
 
 def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
-    """Give each scaler its entry of `state`.  Raises what `ampatch.load_state_dict` raises."""
+    """Load each scaler's entry of `state`.  Raises the errors of `ampatch.load_state_dict`."""
     if is_grad_scaler_state(state):
         state = dict.fromkeys(scalers, from_grad_scaler(state))
     if not isinstance(state, dict):

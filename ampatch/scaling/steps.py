@@ -19,8 +19,8 @@ from ..torch_private.devices import AsyncCopy, is_stream_capturing
 from .gradients import OptimizerGradients
 from .unscaling import real_values
 
-_MAX_NAMES_SHOWN = 5  # at most so many parameters are named in a message
-_MANY_SKIPS = 10  # from so many skips in a row on, only each doubling is logged
+_MAX_NAMES_SHOWN = 5  # the maximum number of parameters that a message names
+_MANY_SKIPS = 10  # from this number of skips in a row on, only each doubling is logged
 _LEFT_OVER = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
@@ -48,10 +48,7 @@ class StepCounter:
         self._reported = 0  # the number of skipped steps that `take_unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
-        """Count a step.  `skipped` may be a 0-dim tensor, 1 for a skipped step.
-
-        Does not synchronize.
-        """
+        """Count a step, without a host sync.  `skipped` may be a 0-dim tensor, 1 if skipped."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
         elif self._on_device is not None:
@@ -120,12 +117,12 @@ def _counts(values: list[float]) -> StepCounts:
 class SessionForReports(Protocol):
     """What the messages about steps need of the session."""
 
-    max_consecutive_skips: int  # so many skips in a row are logged as an error
+    max_consecutive_skips: int  # this number of skips in a row is logged as an error
     last_loss: Callable[[], Tensor | None]  # returns the loss of the last block if it still exists
 
     @property
     def requires_scale_loss_blocks(self) -> bool:
-        """Whether a step without a `scale_loss` block before it is to be warned about."""
+        """Whether to warn about a step without a `scale_loss` block before it."""
 
     def parameter_names(self) -> dict[int, str]:
         """Module paths of the models' parameters, by ids of the parameters."""
@@ -145,11 +142,11 @@ class StepReports:
         self._has_warned_of_no_block = False
         self._has_warned_of_loss = False
         self._steps = 0
-        self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
+        self._first_dtypes: dict[int, torch.dtype] = {}  # by the id of the parameter
 
     def record_dtypes(self) -> None:
         """Record the dtypes that parameters have now."""
-        self._newly_half()
+        self._take_newly_half()
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
@@ -231,9 +228,9 @@ class StepReports:
         ) or "none on this rank any more (they were zeroed, or are on another rank)"
 
     def _warn_without_block(self) -> None:
-        """Warn once of a step without `scale_loss` under a dynamic scale.
+        """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Libraries create an optimizer's state by a step at a learning rate of 0: no warning.
+        Steps at a learning rate of 0 are no reason: libraries create an optimizer's state by one.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
@@ -248,8 +245,8 @@ class StepReports:
         )
 
     def _warn_of_new_half(self, session: SessionForReports) -> None:
-        """Warn of parameters that have become half since `initialize`, and not by an opt level."""
-        if not (params := self._newly_half()):
+        """Warn about parameters that became half after `initialize`, except by an opt level."""
+        if not (params := self._take_newly_half()):
             return
         names = session.parameter_names()
         converted = session.converted_ids()
@@ -267,11 +264,8 @@ class StepReports:
                     param.dtype,
                 )
 
-    def _newly_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters, with paths, that were FP32 at an earlier call and are half now.
-
-        Each is returned only once.
-        """
+    def _take_newly_half(self) -> list[tuple[str, Tensor]]:
+        """Parameters, with paths, that became half since an earlier call; each is returned once."""
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)

@@ -1,4 +1,4 @@
-"""Lists of gradients, in few kernels: unscaled, multiplied, added to earlier ones."""
+"""Unscales, multiplies and adds lists of gradients, in few kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HALF = frozenset(HALF_DTYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default
-"""Not `torch.reciprocal`, which is patched: reports would count the call as the script's."""
+"""Not `torch.reciprocal`, which is patched: cast reports count its calls as calls of the script."""
 
 
 def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> OverflowFlag:
@@ -68,7 +68,7 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
         new = tensor.grad
         if new is None:
             tensor.grad = grad
-        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # what `foreach.add_` can add
+        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # `foreach.add_` can add these
             earlier.append(local_of(grad))
             more.append(local_of(new))
             tensor.grad = grad
@@ -79,7 +79,7 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The `real_values` of gradients, in lists that one kernel takes together, by device."""
+    """The `real_values` of gradients, in lists for one kernel each, with the list's device."""
     if (
         set(map(type, grads)) == {Tensor}
         and (len(grads) == 1 or all(map(_is_cpu, grads)))

@@ -64,9 +64,9 @@ class TorchTools:
         self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._registry.state).watch(self._patches)
         if self._is_waiting_for_dynamo:
-            self._replace([*self._replacements(), *dynamo.gradient_reader_patches()])
+            self._replace([*self._all_patches(), *dynamo.gradient_reader_patches()])
         else:
-            self._replace(self._replacements())
+            self._replace(self._all_patches())
             self._is_waiting_for_dynamo = True
             dynamo.when_imported(self._replace_in_dynamo)
 
@@ -92,45 +92,47 @@ class TorchTools:
         self._pairs += new
         rebind({id(original): (self._patches, put) for put, original in new})
 
-    def _replacements(self) -> list[Patch]:
+    def _all_patches(self) -> list[Patch]:
         """The patches of all tools, each with its reason."""
         registry = self._registry
         state = registry.state
         return [
             # clipping needs unscaled gradients; zero_grad clears a found overflow
-            *clip_grad.replacements(self._unscale_before_clipping, self._forget_overflow),
+            *clip_grad.patches(self._unscale_before_clipping, self._forget_overflow),
             # wrapping compares settings and scales of all ranks
-            *ddp.at_wrapping(
+            *ddp.init_patches(
                 lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
                 registry.has_half_copy,
             ),
             # Join is refused under a dynamic loss scale
-            *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
+            *ddp.join_patches(
+                lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)
+            ),
             # writes through `.data` do not bump a tensor's version
-            *tensor_methods.data(_on_data_access),
+            *tensor_methods.data_patches(_on_data_access),
             # TorchScript compiles the original forwards, and warns that it casts nothing
-            *torchscript.replacements(state),
+            *torchscript.patches(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.custom_functions(state),
             # weights in autograd.grad(...) and backward(inputs=...) get nodes of their own;
             # scale_loss blocks check the backward passes that run in them
-            *backward_passes.replacements(self._record_wanted_grads, start_pass_check),
+            *backward_passes.patches(self._record_wanted_grads, start_pass_check),
             # operators with an autocast kernel run under torch's own autocast
-            *autocast_kernels.replacements(state),
+            *autocast_kernels.patches(state),
             # replicas of DataParallel run under the policy of the call
             *context_propagation.replicas(state),
             # DataLoaders prepare data without casts
-            *data_loading.replacements(state),
+            *data_loading.patches(state),
             # copies, pickles and state dicts have the parameters, not their half copies
-            *tensor_methods.copies(),
-            *tensor_methods.saving(),
+            *tensor_methods.copy_patches(),
+            *tensor_methods.state_dict_patches(),
             # running statistics are recorded when they are loaded
-            *tensor_methods.loading(self._has_loaded),
+            *tensor_methods.load_state_dict_patches(self._has_loaded),
             # copies, pickles and replicas of modules have frames of their own, or none
-            *own_frame.copying_methods(),
+            *own_frame.copy_patches(),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_sharing_tensors, self._is_relied_on),
+            *module_dtype.patches(self._model_sharing_tensors, self._is_relied_on),
         ]
 
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
@@ -172,7 +174,7 @@ class TorchTools:
         """Record the running statistics that `module.load_state_dict` has loaded."""
         for managed in self._registry.models():
             if managed.statistics is not None:
-                managed.statistics.loaded(module)
+                managed.statistics.on_load(module)
 
     def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
@@ -188,7 +190,7 @@ class TorchTools:
     def _forget_overflow(self, zeroed: set[int]) -> None:
         """Clear the overflow of parameters (ids) whose module has zeroed their gradients."""
         for managed in self._registry.optimizers():
-            managed.gradients.zeroed_by_others(zeroed)
+            managed.gradients.on_zeroed_elsewhere(zeroed)
 
 
 def _on_data_access(tensor: Tensor) -> None:

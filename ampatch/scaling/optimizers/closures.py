@@ -20,7 +20,7 @@ from ...errors import AmpatchError
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def wrapped(
+def wrap_closures(
     args: tuple, kwargs: dict, around: Callable[[Callable], Callable]
 ) -> tuple[list[Callable], tuple, dict]:
     """The closures among the arguments of `step`; the arguments with `around(closure)` for each.

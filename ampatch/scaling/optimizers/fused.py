@@ -9,7 +9,7 @@ import torch
 from ...torch_private import optimizers
 
 
-def skips_in_kernel(optimizer: Any) -> bool:
+def prepare_skip_in_kernel(optimizer: Any) -> bool:
     """Whether the kernels of all groups of the optimizer read `optimizer.found_inf`.
 
     A group with `fused=False` in a fused optimizer would step on inf.  Fills the momentum buffers

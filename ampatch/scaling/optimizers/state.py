@@ -43,7 +43,7 @@ def fit_state(
 ) -> None:
     """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
 
-    `replaced` gets the earlier values, for `put_back`.
+    `replaced` gets the earlier values, for `restore_state`.
     """
     replaced_values: ReplacedValues = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -53,7 +53,7 @@ def fit_state(
                 _fit(state, param, param.dtype, replaced_values)
 
 
-def put_back(replaced: ReplacedValues) -> None:
+def restore_state(replaced: ReplacedValues) -> None:
     """Undo `fit_state`."""
     while replaced:
         container, key, value = replaced[-1]

@@ -12,7 +12,7 @@ _HOLDER = "_ampatch_holder"  # functools.wraps copies this attribute to wrappers
 
 
 class _ReplacementHolder:
-    """Holds the replacement of a method; None: the original is called."""
+    """Holds the replacement of a method, or None, and then the original is called."""
 
     __slots__ = ("optimizer", "replacement")
 

@@ -14,7 +14,7 @@ from ...torch_private import optimizers
 
 
 def refuse_join(optimizer: Any) -> None:
-    """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
+    """Raise `AmpatchError` inside `Join`: a rank without data does not see an overflow."""
     if optimizers.is_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "

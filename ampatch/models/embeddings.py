@@ -23,12 +23,12 @@ from .values import cast_tensors, caster, map_tensors
 _to_fp32 = caster(torch.float32)
 
 
-class Lookup(dict):
+class EmbeddingParameters(dict):
     """Replaces `_parameters` of an embedding while the model's forward runs.
 
     The half copy is made when the weight is read.  From then on the module has its previous dict
-    (`module_params`) again, with the copy in it.  All forwards use the same `Lookup`, because
-    Dynamo guards on its identity.
+    (`module_params`) again, with the copy in it.  All forwards use the same object, because Dynamo
+    guards on its identity.
     """
 
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class Lookup(dict):
             attributes[PARAMETERS] = self.module_params
         return self.module_params
 
-    def __iter__(self) -> Iterator[str]:  # makes `dict(lookup)` read the values
+    def __iter__(self) -> Iterator[str]:  # makes `dict(self)` read the values
         return iter(self._with_copy())
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -106,7 +106,7 @@ class Lookup(dict):
 
 
 def _delegating(name: str) -> Callable:
-    def method(self: Lookup, *args: Any, **kwargs: Any) -> Any:
+    def method(self: EmbeddingParameters, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._with_copy(), name)(*args, **kwargs)
 
     return method
@@ -116,7 +116,7 @@ for _name in (
     "__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__",
     "clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
-    setattr(Lookup, _name, _delegating(_name))
+    setattr(EmbeddingParameters, _name, _delegating(_name))
 
 
 class _ModuleWithWeight:
