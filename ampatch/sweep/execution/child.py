@@ -33,7 +33,7 @@ from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
 from ampatch.launch.program import Program
-from ampatch.launch.script import Ending, describe, ended_by
+from ampatch.launch.script import Ending, describe, make_ending
 from ampatch.session.facade import OutermostForwards, open_sessions
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
@@ -114,7 +114,7 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except SystemExit as late:  # SIGTERM after the script's last line, or an excepthook that exits
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return ended_by(late)
+        return make_ending(late)
     return ending
 
 
