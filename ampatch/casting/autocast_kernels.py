@@ -48,14 +48,14 @@ def _with_autocast_kernel(
             return original(self, *args, **kwargs)
         present = {dtype_and_device(value)[1] for value in tensors_in((*args, *kwargs.values()))}
         for device in sorted(present & supported, key="cpu".__eq__):  # an accelerator first
-            half = (
+            dtype = (
                 None
                 if is_torch_autocast_enabled(device)
                 else state.autocast_kernel_dtype(device, args, kwargs)
             )
-            if half in HALF_DTYPES:
+            if dtype in HALF_DTYPES:
                 return state.call_without_casts(
-                    call_with_torch_autocast, device, half, original, (self, *args), kwargs
+                    call_with_torch_autocast, device, dtype, original, (self, *args), kwargs
                 )
         return original(self, *args, **kwargs)
 

@@ -347,12 +347,12 @@ class CastState:
             ]
         if policy is None or not devices:
             return policy, (), True
-        half = torch_autocast_dtype(devices[-1])
+        region_dtype = torch_autocast_dtype(devices[-1])
         if not is_dynamo_compiling():
-            return policy.with_half_dtype(half), devices, True
+            return policy.with_half_dtype(region_dtype), devices, True
         # Dynamo's graph keeps the autocast region.  If its dtype differs from the policy's, only
         # the region casts.
-        return policy if half is policy.half_to else None, (), True
+        return policy if region_dtype is policy.half_to else None, (), True
 
     def autocast_devices(self) -> Sequence[str]:
         """The device types on which torch's autocast is enabled; none while Dynamo traces.

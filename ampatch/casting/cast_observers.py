@@ -30,7 +30,7 @@ class CastObserver(Protocol):
     def call_ends(self, function: Callable, result: Any) -> None:
         """Called after `function` has returned `result`, or with None if it raised."""
 
-    def copies_made(self, halves: Sequence[Tensor]) -> None:
+    def copies_made(self, half_copies: Sequence[Tensor]) -> None:
         """Called after the weight cache has cast weights, in one batch."""
 
 
@@ -61,7 +61,7 @@ class ObservedCall:
                 observer.call_ends(self._function, result)
 
 
-def report_copies(halves: Sequence[Tensor]) -> None:
+def report_copies(half_copies: Sequence[Tensor]) -> None:
     """Report half copies of weights, made in one batch, to all observers."""
     for observer in observers:
-        observer.copies_made(halves)
+        observer.copies_made(half_copies)

@@ -7,7 +7,7 @@ backward see what they see in FP32 training.  A script may ask for the gradients
 (`torch.autograd.grad`).  Then autograd runs the backward of all layers whose weights share a node
 with them, so from the next forward on each weight has a node of its own.
 
-Weights are cast in buckets of bounded size (the idea is that of DDP's buckets, arXiv
+Weights are cast in buckets of bounded size (the idea is from DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 all weights, at O1 the weights that the last forward used
 (`weight_cache.WeightUseOrder`).  Autograd runs the newest of the ready nodes first.  The nodes of
 the casts are older than the forward's nodes, so they would run at the very end of the pass, and all

@@ -35,10 +35,12 @@ class HandlerContainers:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], tuple[Container, Callable, Callable, bool]] = {}
 
-    def knows_only_original(self, original: Callable, patched: Callable, holder: Any) -> bool:
-        """Whether a handler knows the original and not the replacement.
+    def add_replacement(self, original: Callable, patched: Callable, holder: Any) -> bool:
+        """Add the replacement to the containers of a handler.
 
-        `holder`: the TorchFunctionMode or the tensor whose handler it is.
+        Returns whether the handler must be called with the original: it knows only the original,
+        from an object that cannot be extended.  `holder`: the TorchFunctionMode or the tensor whose
+        handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
             return _names_builtin({C_NN_NAME, original.__name__}, original)

@@ -68,7 +68,8 @@ def call_handlers(
     types = tuple(map(type, overloaded))
 
     def call_handler(handler: Any) -> Any:
-        if not state.handler_containers.knows_only_original(original, patched, handler):
+        needs_original = state.handler_containers.add_replacement(original, patched, handler)
+        if not needs_original:
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
         with _inside_mode(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)

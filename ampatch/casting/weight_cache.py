@@ -138,17 +138,17 @@ class WeightCache:
         order.has_own_nodes = order.wants_own_nodes
         for weights in order.last_used[1].lists_to_cast():
             versions = list(map(_version_of, weights))  # read first: another thread may write
-            halves = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
+            half_copies = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
             copies = forward_copies.in_graph if weights[0].requires_grad else forward_copies.frozen
             if not is_grad_enabled():
                 copies = forward_copies.under_no_grad
-                for half in halves:
-                    half.requires_grad = True
-            copies.update(zip(map(id, weights), zip(halves, versions)))
+                for half_copy in half_copies:
+                    half_copy.requires_grad = True
+            copies.update(zip(map(id, weights), zip(half_copies, versions)))
             forward_copies.kept_weights.append(weights)
             self.misses += len(weights)
             if observers:
-                report_copies(halves)
+                report_copies(half_copies)
 
     def open_for_checkpoint(self, call: Call) -> None:
         """Give `call`, the innermost call, half copies of its own, each cast at its first use.
@@ -190,11 +190,11 @@ class WeightCache:
         key = id(weight)
         entry = copies.get(key)
         if entry is not None:
-            half, version = entry
-            if version == weight._version and half.dtype is dtype:
+            half_copy, version = entry
+            if version == weight._version and half_copy.dtype is dtype:
                 forward_copies.used_weights[key] = weight
                 self.hits += 1
-                return half
+                return half_copy
         return self._make_copy(forward_copies, copies, weight, dtype)
 
     def cast_flat_weights(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
@@ -209,14 +209,14 @@ class WeightCache:
             return _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         copies = forward_copies.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
-        halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
+        half_copies = [copy for copy, _ in entries if copy is not None and copy.dtype is dtype]
         if (
-            len(halves) == len(weights)
+            len(half_copies) == len(weights)
             and [version for _, version in entries] == versions
-            and share_storage(halves)
+            and share_storage(half_copies)
         ):
             self.hits += len(weights)
-            return halves
+            return half_copies
         self.misses += len(weights)
         new_copies = _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         if all(self._may_keep_copy(forward_copies, weight) for weight in weights):
@@ -235,14 +235,14 @@ class WeightCache:
         self.misses += 1
         if not self._may_keep_copy(forward_copies, weight):
             return _report_to_observers([weight.to(dtype)])[0]
-        version = weight._version  # read before the cast: another thread may write meanwhile
-        [half] = _report_to_observers(cast_weights([weight], dtype, own_nodes=True))
+        version = weight._version  # read before the cast: another thread may write at the same time
+        [half_copy] = _report_to_observers(cast_weights([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
-            half.requires_grad = True
-        copies[id(weight)] = half, version
+            half_copy.requires_grad = True
+        copies[id(weight)] = half_copy, version
         forward_copies.kept_weights.append(weight)
         forward_copies.used_weights.setdefault(id(weight), weight)
-        return half
+        return half_copy
 
     @staticmethod
     def _may_keep_copy(forward_copies: ForwardCopies, weight: Tensor) -> bool:
@@ -286,15 +286,15 @@ def drop_copies() -> None:
         forward_copies = forward_copies.outer
 
 
-def _report_to_observers(halves: Sequence[Tensor]) -> Any:
+def _report_to_observers(half_copies: Sequence[Tensor]) -> Any:
     if observers:
-        report_copies(halves)
-    return halves
+        report_copies(half_copies)
+    return half_copies
 
 
 _version_of = operator.attrgetter("_version")
 _wants_grad = operator.attrgetter("requires_grad")
 
 
-if native.part is not None:  # `call_cast` of call.h casts weights itself, unless it has observers
+if native.part is not None:  # `call_cast` of call.h casts weights itself unless there are observers
     native.part.set_observers(observers)

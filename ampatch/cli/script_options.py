@@ -152,7 +152,7 @@ def apply_settings(options: argparse.Namespace, program: Program) -> None:
     for flag, text in settings_on_command_line(options).items():
         os.environ[f"AMPATCH_{flag[2:].replace('-', '_').upper()}"] = text
     try:
-        children.check(options.auto)
+        children.check_environment(options.auto)
         program.file()
     except (AmpatchError, ImportError, OSError, ValueError) as error:
         options.parser.error(str(error))

@@ -38,7 +38,7 @@ class _ChildSetUp:
         return runpy.run_path, (_IN_CHILD, self._globals)
 
 
-def check(is_auto: bool) -> None:
+def check_environment(is_auto: bool) -> None:
     """Raise `ValueError` for environment variables that are invalid, or not allowed with --auto."""
     settings = environment.read()
     if is_auto:

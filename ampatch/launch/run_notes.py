@@ -52,7 +52,7 @@ class RunNotes:
         self._has_stepped = True
 
     def on_close(self, session: Any) -> None:
-        """Record that there was a session: `ampatch.init`, apex's oldest API, may have opened it."""
+        """Record that there was a session, which `ampatch.init` may have opened."""
         self._is_initialized = True
 
     def on_replaced(self, replaced: dict[str, tuple[Any, Any]]) -> None:

@@ -5,7 +5,7 @@ first trial, compile it.  `import ampatch` loads a build that matches and compil
 `part` is the loaded module, or None; `status()` says which, and why.  Each C++ function has a twin
 in Python.  Both name each other ("In C++: ...", "In Python: ...").
 
-A leaf: it knows the environment, the log and torch.  Where to look first:
+A leaf: it imports the environment, the log and torch.  Where to look first:
 
 * which build matches, where it lies, and the message when there is none: `loading`;
 * what a build needs, and how it is compiled: `building`, and in its own process `in_child`.

@@ -76,11 +76,11 @@ void set_cast_node(variable_list halves, const variable_list& weights) {
   torch::autograd::set_history(halves, node);
 }
 
-// Half copies of weights, by one node that leads back to all weights, or with `own_nodes` by one for
-// each.  Each node gets a high sequence number, so it runs as soon as it is ready.  If this torch
-// holds nodes by intrusive_ptr, the node is built here: Function::apply would also record output
-// sizes, to materialize missing gradients.  `Target` and `Node` are template parameters so that the
-// first branch is compiled only where it is taken: with another torch it is an error.
+// Half copies of weights, made by one node for all weights, or with `own_nodes` by one node for each.
+// Each node gets a high sequence number, so it runs as soon as it is ready.  If this torch holds
+// nodes by intrusive_ptr, the node is built here: Function::apply would also record output sizes, to
+// materialize missing gradients.  `Target` and `Node` are template parameters so that the first
+// branch is compiled only where it is taken: with another torch it is an error.
 template <typename Target, typename Node>
 variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
   variable_list halves;

@@ -26,8 +26,8 @@ from ..torch_private.probes import current_backward_pass
 class Policies:
     """The policies of one session.  The opt level and the models decide which is active.
 
-    `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward a call gets FP32 and
-    half tensors.  Both share one weight cache.  `functions`: see `Policy`.
+    `tables_policy`: the policy of O1.  `mixed_dtypes_policy`: for half models in whose forward a
+    call gets FP32 and half tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Policies:
         self.cache = self.tables_policy.cache
 
     def model_forward_policy(self) -> Policy | None:
-        """The policy of the models' forwards: `tables` at O1, else None."""
+        """The policy of the models' forwards: `tables_policy` at O1, else None."""
         return self.tables_policy if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
@@ -91,16 +91,16 @@ def outside_backward(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited_to_slots(policy: Policy, slot_maps: Sequence[ParameterOwners]) -> Policy:
-    """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, condition=_has_half_or_parameter(slot_maps))
+def limited_to_parameters(policy: Policy, owner_maps: Sequence[ParameterOwners]) -> Policy:
+    """Return `policy` limited to calls on half tensors or on parameters in `owner_maps`."""
+    return dataclasses.replace(policy, condition=_has_half_or_parameter(owner_maps))
 
 
-def _has_half_or_parameter(slot_maps: Sequence[ParameterOwners]) -> Callable[[tuple, dict], bool]:
+def _has_half_or_parameter(owner_maps: Sequence[ParameterOwners]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
-        for slots in slot_maps:
-            slot = slots.get(id(tensor))
-            if slot is not None and getattr(slot[0](), slot[1], None) is tensor:
+        for owners in owner_maps:
+            owner = owners.get(id(tensor))
+            if owner is not None and getattr(owner[0](), owner[1], None) is tensor:
                 return True
         return False
 

@@ -21,7 +21,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
 from .object_registry import ManagedRefs, ObjectRegistry, live_counterparts
 from .observers import Observers
-from .policies import Policies, has_mixed_dtypes, limited_to_slots, outside_backward
+from .policies import Policies, has_mixed_dtypes, limited_to_parameters, outside_backward
 from .torch_tools import TorchTools
 
 
@@ -112,7 +112,7 @@ class Registry(Generic[Session]):
             raise AmpatchError(
                 f"{user_call}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
-                "and optimizers are gone."
+                "and optimizers no longer exist."
             )
         return session
 
@@ -139,7 +139,7 @@ class Registry(Generic[Session]):
         if entry is None:
             raise AmpatchError(
                 f"{user_call}: no session has this {type(obj).__name__}. Pass a model or an "
-                "optimizer that ampatch.initialize, add_models or add_optimizers was given."
+                "optimizer that was passed to ampatch.initialize, add_models or add_optimizers."
             )
         return entry[0]
 
@@ -238,7 +238,7 @@ class Registry(Generic[Session]):
             policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = live_counterparts(*[each.model_entries for each, _ in casting])
-            policy = limited_to_slots(
+            policy = limited_to_parameters(
                 policy, [each.parameter_owners for each in models if each.policy is not None]
             )
         return outside_backward(policy)

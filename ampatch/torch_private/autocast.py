@@ -30,7 +30,7 @@ torch_autocast_dtype = torch.get_autocast_dtype
 
 
 def call_with_torch_autocast(
-    device: str, half: torch.dtype, function: Callable, args: Any, kwargs: Any
+    device: str, dtype: torch.dtype, function: Callable, args: Any, kwargs: Any
 ) -> Any:
     """Call a function with torch's own autocast enabled, without entering a region.
 
@@ -42,15 +42,15 @@ def call_with_torch_autocast(
         torch.is_autocast_cache_enabled(),
     )
     try:
-        _set_torch_autocast(device, True, half, False)
+        _set_torch_autocast(device, True, dtype, False)
         return function(*args, **kwargs)
     finally:
         _set_torch_autocast(device, *before)
 
 
-def _set_torch_autocast(device: str, enabled: bool, half: torch.dtype, has_cache: bool) -> None:
+def _set_torch_autocast(device: str, enabled: bool, dtype: torch.dtype, has_cache: bool) -> None:
     torch.set_autocast_cache_enabled(has_cache)
-    torch.set_autocast_dtype(device, half)
+    torch.set_autocast_dtype(device, dtype)
     set_torch_autocast_enabled(device, enabled)
 
 

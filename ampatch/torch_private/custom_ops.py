@@ -1,4 +1,4 @@
-"""Operators as torch's dispatcher knows them."""
+"""Operators of torch's dispatcher: their names, schemas and autocast kernels."""
 
 from __future__ import annotations
 
