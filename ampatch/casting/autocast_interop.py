@@ -112,9 +112,7 @@ class AutocastInterop:
             try:
                 if thread_calls.stack:
                     self._state.exit_block(region)
-            except (
-                BaseException
-            ):  # KeyboardInterrupt in `exit_block`: no other code exits the region
+            except BaseException:  # KeyboardInterrupt: no other code exits the region
                 self._state.exit_block(region)
                 raise
             finally:
@@ -135,9 +133,8 @@ class AutocastInterop:
         if policy is None or not policy.casts_on_device(device):
             pass
         elif is_custom_bwd and is_region_enabled:
-            set_torch_autocast_enabled(
-                device, False
-            )  # the region's exit restores the previous state
+            # The region's exit restores the previous state.
+            set_torch_autocast_enabled(device, False)
         elif is_region_enabled and policy.condition is None:
             set_torch_autocast_enabled(device, False)
             policy = policy.with_half_dtype(region.fast_dtype)

@@ -75,9 +75,7 @@ def replacement(
         elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if any_has_handler(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
-            if (
-                is_dynamo_compiling()
-            ):  # `opaque` in the graph would run outside of `call_without_casts`
+            if is_dynamo_compiling():  # in a graph `opaque` would run outside `call_without_casts`
                 function = original
             if run_in_fp32 is not None:
                 function = functools.partial(run_in_fp32, None, function)
@@ -89,9 +87,8 @@ def replacement(
         if policy is None or target_dtype is None:
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 cls = type(arg)
-                if not (cls in PLAIN_TENSOR_TYPES or cls in NON_TENSOR_TYPES) and any_has_handler(
-                    args, kwargs
-                ):
+                is_usual = cls in PLAIN_TENSOR_TYPES or cls in NON_TENSOR_TYPES
+                if not is_usual and any_has_handler(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             if run_in_fp32 is None:
                 return function(*args, **kwargs)

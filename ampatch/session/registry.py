@@ -67,9 +67,7 @@ class Registry(Generic[Session]):
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
         self.objects: ObjectRegistry[Session] = ObjectRegistry()
-        self.opens_with_apex_tables = (
-            False  # whether sessions that open now follow apex's op tables
-        )
+        self.opens_with_apex_tables = False  # whether new sessions follow apex's op tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
