@@ -113,10 +113,7 @@ def innermost(owner: object) -> Call | None:
 
 
 def current_compute_dtype() -> torch.dtype | None:
-    """Return the dtype in which the innermost forward computes.
-
-    Returns None if that is any dtype, or if no forward runs.
-    """
+    """The dtype in which the innermost forward computes; None if any, or if no forward runs."""
     for call in reversed(thread_calls.stack):
         if call.compute_dtype is not INHERIT:
             return call.compute_dtype

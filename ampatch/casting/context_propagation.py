@@ -157,8 +157,8 @@ class _ThreadState(NamedTuple):
             self.policy.cache.open_for_checkpoint(thread_calls.stack[-1])
 
 
-def _thread_state(state: CastState) -> _ThreadState:
-    """This thread's state.  Its `kind` is USER_BLOCK if a block of the user's set the policy."""
+def _save_thread_state(state: CastState) -> _ThreadState:
+    """Return this thread's state.  Its `kind` is USER_BLOCK if the user set the policy."""
     policy = state.current_policy_in_forwards()
     innermost_policy, by_user = state.innermost_policy()
     kind = USER_BLOCK if by_user and policy is innermost_policy else INTERNAL
@@ -167,7 +167,7 @@ def _thread_state(state: CastState) -> _ThreadState:
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
     """Return `function` under the policy that is active now; torch's autocast is not changed."""
-    thread_state = _thread_state(state)._replace(swaps=())
+    thread_state = _save_thread_state(state)._replace(swaps=())
     return functools.partial(
         state.run_in_call, functools.partial(thread_state.enter, state), function
     )
@@ -176,8 +176,8 @@ def _under_current_policy(function: Callable, state: CastState) -> Callable:
 def _recomputable(
     function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
-    """Return `function` under `thread_state` (default: now), with half copies of its own."""
-    enter = functools.partial((thread_state or _thread_state(state)).enter_recompute, state)
+    """Return `function` under `thread_state` (default: the present), with its own half copies."""
+    enter = functools.partial((thread_state or _save_thread_state(state)).enter_recompute, state)
     return functools.partial(state.run_in_call, enter, function)
 
 
@@ -188,7 +188,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        thread_state = _thread_state(state)
+        thread_state = _save_thread_state(state)
         make_contexts = kwargs[CONTEXTS] if position is None else args[position]
         recompute_contexts: list[Any] = []
 

@@ -35,12 +35,12 @@ class HeldFunctions:
         """Bind the modules' functions to replacements.  A second call does nothing."""
         if self._replacements is None:
             self._replacements = replacements
-            self._rebind_all(self._replaced)
+            self._rebind_all(self._replacement_or_same)
 
     def bind_originals(self) -> None:
         """Restore the modules' functions.  To be called before `replacements.restore_bindings`."""
         if self._replacements is not None:
-            self._rebind_all(self._restored)
+            self._rebind_all(self._original_or_same)
             self._rebuilt.clear()
             self._replacements = None
 
@@ -86,12 +86,12 @@ class HeldFunctions:
         self._rebuilt[id(rebuilt)] = rebuilt, value
         return rebuilt
 
-    def _replaced(self, value: Any) -> Any:
+    def _replacement_or_same(self, value: Any) -> Any:
         assert self._replacements is not None
         patched = self._replacements.replacement_of(value)
         return value if patched is None else patched
 
-    def _restored(self, value: Any) -> Any:
+    def _original_or_same(self, value: Any) -> Any:
         assert self._replacements is not None
         rebuilt, original = self._rebuilt.get(id(value), (None, None))
         is_rebuilt = rebuilt is value and rebuilt is not None

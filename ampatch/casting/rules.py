@@ -65,10 +65,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
-    """Cast so that the result requires a gradient if `value` does, even under `no_grad`.
-
-    `cast_weights` has the reason.
-    """
+    """The result requires a gradient if `value` does, even under `no_grad`: see `cast_weights`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():
@@ -112,10 +109,7 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
 
 
 def _is_flat_rnn_weights(values: list, to: torch.dtype, policy: Policy) -> bool:
-    """Whether `values` are an RNN's flattened weights, to be cast to half.
-
-    Flattened weights lie in one storage, as cuDNN wants them.
-    """
+    """Whether these are an RNN's flattened weights (one storage, for cuDNN), to be cast to half."""
     return (
         to is not torch.float32
         and not is_dynamo_compiling()
@@ -141,10 +135,7 @@ def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> 
 
 
 def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and device type, read without `__torch_function__`.
-
-    The user did not make this read.
-    """
+    """A tensor's dtype and device type, read without `__torch_function__`: not the user's read."""
     if type(value) not in PLAIN_TENSOR_TYPES and has_handler(value):
         with no_torch_function():
             return value.dtype, value.device.type
