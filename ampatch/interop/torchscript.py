@@ -28,7 +28,7 @@ _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
 def patches(state: CastState) -> list[Patch]:
-    """The patch of `torch.jit.script`: it warns of calls that are not cast."""
+    """The patch of `torch.jit.script`: it warns about calls that are not cast."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 
 
