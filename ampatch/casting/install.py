@@ -84,9 +84,9 @@ class Installation:
                     *self.autocast.state_functions(),
                 ]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
-                self._replace_if_exists(where, name, self._make_for(where, name), shared=True)
+                self._replace_if_exists(where, name, self._maker_for_rows(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
-                self.replacements.replace(owner, name, self._maker(no_rule), shared=True)
+                self.replacements.replace(owner, name, self._maker_for_rule(no_rule), shared=True)
             for where, name, make in special:
                 self._replace_if_exists(where, name, make)
             if with_tables:
@@ -159,7 +159,7 @@ class Installation:
         if exists(where, name):
             self.replacements.replace(resolve(where), name, make, shared)
 
-    def _make_for(self, where: str, name: str) -> MakeReplacement:
+    def _maker_for_rows(self, where: str, name: str) -> MakeReplacement:
         """Return the `make(original)` for `where.name`, by all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
@@ -171,9 +171,9 @@ class Installation:
         run_in_fp32 = at_every_level and special_ops.make_run_in_fp32(
             at_every_level, name, self._state
         )
-        return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
+        return self._maker_for_rule(choose, run_in_fp32, name if row in BLACKLIST else "")
 
-    def _maker(
+    def _maker_for_rule(
         self, choose: ChooseDtype, run_in_fp32: Callable | None = None, name: str = ""
     ) -> MakeReplacement:
         """Return the `make(original)` of a replacement.
