@@ -31,8 +31,9 @@ your torch lacks.
   `torch._C._nn.cross_entropy_loss`. A function without a row is not cast.
 - **In-place functions** (`exp_`) are not cast, except those that write values into a tensor
   (`index_add_`).
-- **Never cast:** calls with `out=`, and float64, complex, integer and bool tensors. Functions that
-  your code stored before `initialize` are not always cast ([functions bound early](early_names.md)).
+- **Never cast:** calls with `out=`, and float64, complex, integer and bool tensors. A function that
+  your code stored before `initialize` may not be cast either: [functions bound
+  early](early_names.md).
 - **The last column** says what `torch.autocast` for CUDA and apex do instead. If it is empty, they
   do the same, or what the line above the table says.
 
