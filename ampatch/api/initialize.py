@@ -354,8 +354,8 @@ def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
     The name says whether higher or lower is better (`accuracy`, `val_loss`); for other names use
     `ampatch sweep --better NAME=higher`.
 
-    Raises `TypeError` for a value without a name, or one that is no number and no tensor of one
-    element.
+    Raises `TypeError` for a value without a name, or for a value other than a number or a tensor of
+    one element.
     """
     if unnamed:
         raise TypeError(

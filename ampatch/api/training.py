@@ -67,7 +67,7 @@ def scale_loss(
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called with these optimizers, or with `enabled=False` for
-            only some of them.  At the end of the block: there are new gradients, but none of the
+            only some of them.  At the end of the block: the new gradients are not those of the
             scaled loss (you called `loss.backward()`).
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
