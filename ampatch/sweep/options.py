@@ -180,7 +180,7 @@ class SweepOptions:
     def _check_folder(self) -> None:
         if self.out is not None and not str(self.out).strip():
             raise ValueError(
-                "--out '': expected the name of a folder. Is the variable empty that has it?"
+                "--out '': expected the name of a folder. Is the variable that holds it empty?"
             )
         if self.resume and self.overwrite:
             raise ValueError(
@@ -199,8 +199,8 @@ class SweepOptions:
             positive_number(f"--budget {self.budget}", self.budget, "minutes")
             if self.side_by_side:
                 raise ValueError(
-                    "--budget: expected trials that run one at a time, as their times are what is "
-                    "planned with. Leave --budget or --jobs and --devices out."
+                    "--budget: expected trials that run one at a time, because the plan is made "
+                    "from their times. Leave --budget or --jobs and --devices out."
                 )
         if self.gpus_per_trial is not None and self.gpus_per_trial < 0:
             raise ValueError(f"--gpus-per-trial {self.gpus_per_trial:g}: expected 0 or more.")

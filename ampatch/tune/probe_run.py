@@ -70,6 +70,6 @@ def _run(task: Task, trials: Trials, directory: Path, options: ProbeOptions, tex
     if status(run) != OK:
         raise TuneError(
             f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
-            "Mend that, and go on with --resume. Where memory was short, more --probe-steps "
-            "keep fewer copies at once."
+            "Correct this, and continue with --resume. If memory was short, more --probe-steps "
+            "keep fewer copies at a time."
         )

@@ -31,8 +31,8 @@ def summary(answer: Answer) -> list[str]:
         return [f"Not known yet whether {level} trains as O0 does: {answer.not_shown}"]
     if not answer.needed:
         return [
-            f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
-            f"all. {resume} goes on."
+            f"Not known yet: {answer.candidates} candidates were tried, which is the limit, and "
+            f"none passed. {resume} continues."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
@@ -48,7 +48,7 @@ def summary(answer: Answer) -> list[str]:
     if not answer.is_smallest:
         lines.append(
             f"{answer.candidates} candidates were tried, which is the limit: a smaller set may do. "
-            f"{resume} goes on."
+            f"{resume} continues."
         )
     titles = {"level": answer.opt_level, "cure": "with the cure"}
     paces = [f"{text}: {answer.paces[key]}" for key, text in titles.items() if key in answer.paces]
