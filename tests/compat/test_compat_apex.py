@@ -89,6 +89,7 @@ def test_what_apex_refuses_is_refused(amp):
     with pytest.raises(NotImplementedError):
         half.exp_()
     assert half.cpu().dtype is torch.float32
+    assert (half.float() @ half.float()).dtype is torch.float16  # outside of models too
 
 
 def test_specs_and_version():
