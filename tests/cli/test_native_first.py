@@ -111,8 +111,7 @@ def test_a_run_is_started_again_with_its_build(built, tmp_path, monkeypatch, her
 
     monkeypatch.setattr(os, "execv", replace)
     assert here("run", "script.py").stdout == ""
-    words = [sys.executable, "-m", "ampatch", "run", "script.py"]
-    assert built == [{"again": False}, (sys.executable, words)]
+    assert built == [{"again": False}, (sys.executable, [sys.executable, *sys.orig_argv[1:]])]
 
 
 @pytest.mark.parametrize("earlier", [0, 1])

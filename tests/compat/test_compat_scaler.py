@@ -38,8 +38,8 @@ def moved(model, before) -> bool:
     return not all(map(torch.equal, weights(model), before))
 
 
-def scaler_of(amp, number=0):
-    return amp._amp_state.loss_scalers[number]
+def scaler_of(amp):
+    return amp._amp_state.loss_scalers[0]
 
 
 def by_hand(amp, model, optimizer, buffer) -> bool:
