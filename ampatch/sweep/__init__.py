@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ampatch.sweep.cases_and_trials import DTYPES, LEVELS, cases
     from ampatch.sweep.execution.progress import Progress
     from ampatch.sweep.execution.sweep import Sweep, SweepError
-    from ampatch.sweep.measure.record import Run
-    from ampatch.sweep.plan import DTYPES, LEVELS, cases
+    from ampatch.sweep.measure.run_record import Run
     from ampatch.sweep.report.render import write_report
     from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
     from ampatch.sweep.trial import Case, Trial
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "execution.progress": ("Progress",),
     "execution.sweep": ("Sweep", "SweepError"),
-    "measure.record": ("Run",),
-    "plan": ("DTYPES", "LEVELS", "cases"),
+    "measure.run_record": ("Run",),
+    "cases_and_trials": ("DTYPES", "LEVELS", "cases"),
     "report.render": ("write_report",),
     "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
     "trial": ("Case", "Trial"),

@@ -12,10 +12,10 @@ from ampatch.config.opt_levels import properties_for
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.kinds import Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import has_quality, seeds_matter
+from ampatch.sweep.report.rows import has_quality, seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune.answer import ANSWER, OVERRIDES
 from ampatch.tune.verdict import TuneError, passes, row_of

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
+from ampatch.sweep.report.comparisons import quality_text
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.judge import quality_text
 from ampatch.sweep.report.margin import ONE_PERCENT, Margin, deciding, first_untested, worse
 from ampatch.sweep.report.recommendation import no_direction
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import BASE, Case
 
 

@@ -12,12 +12,12 @@ from sweep_made import stand_in, trained
 from ampatch.cli import main
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import read_results
-from ampatch.sweep.execution import planning
+from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import plain
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.output_metrics import metric_hint, read_metrics
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.trial import BASE
 
 SCATTER = (0.0, 0.013, -0.009, 0.004, -0.004)

@@ -7,11 +7,11 @@ from sweep_made import stand_in, trained
 from sweep_runs import planned
 
 from ampatch.diagnose.speed import HalfSpeeds
-from ampatch.sweep.execution import planning
+from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.budget import MIN_TIMED_STEPS
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial

@@ -7,12 +7,12 @@ import json
 import pytest
 from sweep_made import made_sweep, trained
 
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import at_worst
 from ampatch.sweep.report.recommendation import open_question, recommendation
-from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import notes, table
 from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import BASE, Case, Trial

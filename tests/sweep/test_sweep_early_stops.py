@@ -7,7 +7,7 @@ from sweep_runs import INITIALIZE, PLAIN, TRAINING, Said, log_of, planned
 
 from ampatch.sweep import Case, Run, SweepError, Trial
 from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
-from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.run_record import Measured
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 

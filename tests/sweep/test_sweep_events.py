@@ -12,7 +12,7 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep.measure.record import Run, Series
+from ampatch.sweep.measure.run_record import Run, Series
 from ampatch.sweep.report import trackers
 from ampatch.sweep.trial import Trial
 

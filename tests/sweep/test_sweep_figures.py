@@ -10,12 +10,12 @@ import torch
 
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure import step_times
-from ampatch.sweep.measure.probes import BATCH, Readings
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.readings import BATCH, Readings
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.report.figures import first_and_last, status, step_ms
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.report.numbers import plus_minus, ratio
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
+from ampatch.sweep.report.run_figures import first_and_last, status, step_ms
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
 

@@ -7,7 +7,7 @@ import pytest
 from sweep_runs import INITIALIZE, TRAINING, log_of, planned, written
 
 from ampatch.sweep import Sweep
-from ampatch.sweep.execution import own_files
+from ampatch.sweep.execution import user_files
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 
@@ -92,12 +92,12 @@ def test_trials_beside_each_other_run_in_copies(folder):
 
 
 def test_what_is_large_or_hidden_is_linked_and_a_copy_leaves_what_is_new(folder, monkeypatch):
-    monkeypatch.setattr(own_files, "LARGE", 5)
+    monkeypatch.setattr(user_files, "LARGE", 5)
     Path("small").mkdir()
     Path("small/a").write_text("1234")
     Path("link").symlink_to("data")
-    assert own_files.linked_entries(folder, folder / "out") == [".git", "best.pt", "data", "link"]
-    with own_files.copy_of(folder, folder / "copy", folder / "copy"):
+    assert user_files.linked_entries(folder, folder / "out") == [".git", "best.pt", "data", "link"]
+    with user_files.copy_of(folder, folder / "copy", folder / "copy"):
         assert Path("copy/data/input.txt").read_text() == "input"
         assert Path("copy/small/a").read_text() == "1234" and not Path("copy/small").is_symlink()
         Path("copy/small/b").write_text("new")

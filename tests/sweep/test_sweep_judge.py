@@ -6,11 +6,11 @@ import statistics
 import pytest
 from sweep_made import trained
 
+from ampatch.sweep.cases_and_trials import cases
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Series
-from ampatch.sweep.plan import cases
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.recommendation import open_question, recommendation
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import table
 from ampatch.sweep.trial import Case, Trial
 

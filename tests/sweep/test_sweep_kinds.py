@@ -11,9 +11,9 @@ from sweep_runs import PLAIN, Said, log_of, planned
 from warm_python import python
 
 from ampatch.sweep import SweepError
+from ampatch.sweep.cases_and_trials import cases
 from ampatch.sweep.execution.plain_training import PlainTraining
 from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, NO_AMP, TORCH_AMP, Kind
-from ampatch.sweep.plan import cases
 
 pytestmark = pytest.mark.usefixtures("warm_trials")
 

@@ -7,7 +7,7 @@ import statistics
 import pandas
 import pytest
 
-from ampatch.sweep.report.paired import LEVEL, POWER, holm, paired, smallest_detectable
+from ampatch.sweep.report.paired_test import LEVEL, POWER, holm, paired, smallest_detectable
 
 
 def within(t, freedom, parts=4000):

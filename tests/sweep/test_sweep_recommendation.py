@@ -11,10 +11,10 @@ from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.paired import smallest_detectable
+from ampatch.sweep.report.paired_test import smallest_detectable
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
 
 

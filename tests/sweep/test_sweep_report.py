@@ -21,7 +21,7 @@ import ampatch.sweep
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, write_report
 from ampatch.sweep.measure.machine import repository
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.pictures import (
     COLOURS,
     FORMATS,
@@ -33,7 +33,7 @@ from ampatch.sweep.report.pictures import (
     pictures,
 )
 from ampatch.sweep.report.render import as_html
-from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed"]

@@ -11,13 +11,14 @@ from sweep_runs import Said, planned
 
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
-from ampatch.sweep.execution import engines, planning, running
+from ampatch.sweep.execution import engines
+from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.placement import Placement, device_groups
 from ampatch.sweep.execution.runner import TrialProgress
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 
 O0, O1 = Case("O0"), Case("O1", "float16")
 
@@ -195,7 +196,7 @@ def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, mo
     half = HalfSpeeds((), {"bfloat16": 1}, {"bfloat16": 1})
     monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     clock = itertools.count(0, 700)  # seconds between two looks
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=clock.__next__))
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}
     said = Said()
     planned(tmp_path, "", **options).run(said)

@@ -12,13 +12,13 @@ from sweep_made import stand_in, trained
 from ampatch import native
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Sweep, read_results
+from ampatch.sweep.cases_and_trials import cases, trials
 from ampatch.sweep.execution import half_dtypes, runner
 from ampatch.sweep.execution.budget import MIN_SHORT_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine
-from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.summary import seeds_matter, summarize
+from ampatch.sweep.report.rows import seeds_matter, summarize
 from ampatch.sweep.trial import BASE, Trial
 
 ROWS = cases(["O0", "O1"], ["bfloat16"])

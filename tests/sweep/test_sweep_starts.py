@@ -10,9 +10,9 @@ from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.report.first_loss_check import other_starts
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.start_check import other_starts
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
 
 O0, BFLOAT16, FLOAT16 = Case("O0"), Case("O1", "bfloat16"), Case("O1", "float16")

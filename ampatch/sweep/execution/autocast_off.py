@@ -23,7 +23,7 @@ import torch
 
 from ampatch.errors import AmpatchError
 from ampatch.session import facade
-from ampatch.sweep.execution.own_lines import own_line
+from ampatch.sweep.execution.script_lines import own_line
 
 MOST_LINES = 20  # of `AutocastOff.lines`
 

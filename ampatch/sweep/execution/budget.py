@@ -18,11 +18,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.plan import trials
-from ampatch.sweep.report.figures import NO_STEP, OK, status, step_ms
+from ampatch.sweep.cases_and_trials import trials
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.paired import TESTED
+from ampatch.sweep.report.paired_test import TESTED
+from ampatch.sweep.report.run_figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0

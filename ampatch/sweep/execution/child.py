@@ -35,6 +35,7 @@ from ampatch.launch import children
 from ampatch.launch.program import Program
 from ampatch.launch.script import Ending, describe, ended_by
 from ampatch.session.facade import OutermostForwards, open_sessions
+from ampatch.sweep.cases_and_trials import AUTOCAST, counts_its_steps
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
@@ -45,9 +46,8 @@ from ampatch.sweep.execution.runner import Runner, TrialProgress
 from ampatch.sweep.execution.seeding import OwnSeeds, draw_words, seed_everything
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.plan import AUTOCAST, counts_its_steps
+from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 from ampatch.torch_private import late_threads
 

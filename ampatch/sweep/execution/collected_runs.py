@@ -10,16 +10,16 @@ from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.directory import Directory
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.measure import machine
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.result_files import write_files
 from ampatch.sweep.report.results import Results
-from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.report.rows import summarize
 
 
 class CollectedRuns:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import plain
-from ampatch.sweep.measure.record import Run, read_run
+from ampatch.sweep.measure.run_record import Run, read_run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (

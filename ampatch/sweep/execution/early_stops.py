@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import NO_STEP, OK, brief, status
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.run_figures import NO_STEP, OK, brief, status
 from ampatch.sweep.trial import BASE
 
 WRONG_ARGUMENTS = 2  # the exit status of argparse

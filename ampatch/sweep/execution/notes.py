@@ -6,17 +6,17 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ampatch.sweep.cases_and_trials import DTYPES
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import metric_hint
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.first_loss_check import other_starts, start_note
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.start_check import other_starts, start_note
-from ampatch.sweep.report.summary import seeds_matter
+from ampatch.sweep.report.rows import seeds_matter
+from ampatch.sweep.report.run_figures import OK, status
 from ampatch.sweep.trial import BASE
 
 _HOW_TO_SEED = (

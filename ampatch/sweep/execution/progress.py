@@ -7,8 +7,8 @@ import time
 from typing import TextIO
 
 from ampatch.sweep.execution.budget import duration
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.figures import brief, status, step_ms
+from ampatch.sweep.measure.run_record import Run
+from ampatch.sweep.report.run_figures import brief, status, step_ms
 from ampatch.sweep.trial import Trial
 
 

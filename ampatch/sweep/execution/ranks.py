@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import read_json, write_json
-from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.run_record import Measured
 
 _ENDING = "ending.json"
 _ROOT_CAUSE = re.compile(

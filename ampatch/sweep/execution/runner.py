@@ -20,15 +20,15 @@ from typing import Any
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import own_files, ranks
+from ampatch.sweep.cases_and_trials import SEED_VARIABLE, placeholders
+from ampatch.sweep.execution import ranks, user_files
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.placement import Placement
-from ampatch.sweep.execution.warm import POLL, Forked, WarmStarts
+from ampatch.sweep.execution.warm_starts import POLL, Forked, WarmStarts
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import SEED_VARIABLE, placeholders
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.trial import BASE, Trial
 
 GRACE = 10.0  # seconds for a child to write its record after SIGTERM
@@ -105,15 +105,15 @@ class Runner:
         script = self.program.file().resolve().parent
         folders = [here] if script.is_relative_to(here) else [here, script]
         before = (
-            own_files.change_times(folders, sweep_folder) if is_first and not self.in_copy else {}
+            user_files.change_times(folders, sweep_folder) if is_first and not self.in_copy else {}
         )
-        copy = own_files.copy_of(here, files.copy, sweep_folder) if self.in_copy else nullcontext()
+        copy = user_files.copy_of(here, files.copy, sweep_folder) if self.in_copy else nullcontext()
         with copy, files.own_directory(), self._child(trial, files, placement, control) as child:
             started, clock = time.monotonic(), time.time()
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
                 _end(child, control)
-        after = own_files.change_times(folders, sweep_folder) if before else {}
+        after = user_files.change_times(folders, sweep_folder) if before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
             measured = ranks.explained(measured, files)
@@ -128,8 +128,8 @@ class Runner:
             imports=_import_seconds(child, clock, measured) if control.warm else 0.0,
             host=socket.gethostname(),
             devices=placement.devices,
-            wrote=own_files.changed_names(before, after),
-            linked=own_files.linked_entries(here, sweep_folder)
+            wrote=user_files.changed_names(before, after),
+            linked=user_files.linked_entries(here, sweep_folder)
             if is_first and self.in_copy
             else [],
         )

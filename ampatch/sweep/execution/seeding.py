@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ampatch.device_figures import seeding_functions
-from ampatch.sweep.execution.own_lines import own_line
+from ampatch.sweep.execution.script_lines import own_line
 
 _MOST_WORDS = 64
 _SEEDING_FUNCTIONS = {

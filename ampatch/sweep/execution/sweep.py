@@ -11,19 +11,19 @@ import torch
 
 from ampatch._version import __version__
 from ampatch.launch.program import Program
+from ampatch.sweep.cases_and_trials import counts_its_steps
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.collected_runs import CollectedRuns
+from ampatch.sweep.execution.coordinator import Coordinator, SweepError
 from ampatch.sweep.execution.directory import Directory, choose, record_of
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.placement import device_groups
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.running import Coordinator, SweepError
 from ampatch.sweep.kinds import Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import SweepOptions, resumed_options
-from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.trial import Case, Trial

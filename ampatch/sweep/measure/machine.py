@@ -17,7 +17,7 @@ import torch
 from ampatch import native
 from ampatch._version import __version__
 from ampatch.device_figures import built_for
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 
 _CPUINFO = Path("/proc/cpuinfo")
 _GIT_TIMEOUT = 20  # seconds

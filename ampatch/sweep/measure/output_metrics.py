@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.directions import direction
 
 _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")

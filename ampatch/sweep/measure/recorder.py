@@ -14,8 +14,8 @@ from ampatch.device_figures import name_of
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
 from ampatch.sweep.measure.machine import load, state_of_the_machine
-from ampatch.sweep.measure.probes import Readings, Track, peak_memory
-from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.readings import Readings, Track, peak_memory
+from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
 from ampatch.torch_private.devices import is_owned_by_host
 

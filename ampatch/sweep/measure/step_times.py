@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampatch.device_figures import moment, seconds_between
-from ampatch.sweep.measure.probes import BATCH
+from ampatch.sweep.measure.readings import BATCH
 from ampatch.torch_private.devices import is_owned_by_host
 
 

@@ -1,6 +1,6 @@
 """Which difference from O0 matters, and the rule for "worse" of `ampatch sweep` and `tune`.
 
-A quantity is worse if a test shows it (`paired.py`) and its 95 % interval reaches beyond the
+A quantity is worse if a test shows it (`paired_test.py`) and its 95 % interval reaches beyond the
 margin.  If the interval ends within the margin, the quantity is worse by less than matters, however
 small its p is: with more seeds the p of any difference becomes small.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampatch.sweep.report.paired import LEVEL
+from ampatch.sweep.report.paired_test import LEVEL
 from ampatch.sweep.report.results import Comparison, Row
 
 LOSS = "last loss"

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampatch.sweep.report.figures import spread_of
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.run_figures import spread_of
 
 NOISE = 0.05
 WORTHWHILE = 1.05  # the smallest speed-up for which a row is recommended

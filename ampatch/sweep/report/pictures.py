@@ -21,12 +21,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure  # not pyplot, which has global state
 from pandas import DataFrame
 
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.figures import main_losses
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import FORMATS, Results, Row
+from ampatch.sweep.report.run_figures import main_losses
 from ampatch.sweep.report.table import quality_mark, speed_mark
 from ampatch.sweep.trial import BASE
 

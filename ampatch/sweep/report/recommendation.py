@@ -1,7 +1,8 @@
-"""Which row is recommended, or what is missing to recommend one: in two sentences at most.
+"""Which row is recommended, or what is missing to recommend one, as a short text.
 
-What must be shown of a row: docs/explanation/sweep_figures.md, "What is recommended".  Whether
-rows start alike is in `start_check.py`, what matters in `margin.py`, what is faster in `pace.py`.
+docs/explanation/sweep_figures.md says what must be shown of a row ("What is recommended").  Which
+rows start alike, is decided in `first_loss_check.py`; which are as accurate as O0, in `margin.py`;
+which are faster, in `pace.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.report import pace
+from ampatch.sweep.report.comparisons import ONE_SEED, SAME_SEEDS, difference_text, quality_text
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.judge import ONE_SEED, SAME_SEEDS, difference_text, quality_text
 from ampatch.sweep.report.margin import (
     at_worst,
     first_untested,
@@ -21,7 +22,7 @@ from ampatch.sweep.report.margin import (
     margin_text,
     worse,
 )
-from ampatch.sweep.report.paired import TESTED, smallest_detectable
+from ampatch.sweep.report.paired_test import TESTED, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
 

@@ -17,8 +17,8 @@ from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
 from ampatch.sweep.report.provenance import facts, script_command
 from ampatch.sweep.report.recommendation import anything_compared
+from ampatch.sweep.report.result_files import render_template, write_tables
 from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import render_template, write_tables
 from ampatch.sweep.report.table import notes, table
 
 

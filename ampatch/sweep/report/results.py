@@ -1,7 +1,7 @@
 """The results of a sweep, and where each of them is, for code that reads or draws them.
 
     DIR/summary.json       a `Results`: settings, rows, recommendation; rewritten after each run
-    DIR/summary.csv .md .tex  the table: see `summary_files.py`
+    DIR/summary.csv .md .tex  the table: see `result_files.py`
     DIR/report.html plots/ see `render.py`
     DIR/tensorboard/STEM/  event files, on request: see `trackers.py`
     DIR/runs/STEM.json     a `Run`, written when its process has ended
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.sweep.json_files import read_json, restored
-from ampatch.sweep.measure.record import FORMAT, OTHER_FORMAT, Run, read_run
+from ampatch.sweep.measure.run_record import FORMAT, OTHER_FORMAT, Run, read_run
 
 SUMMARY = "summary.json"
 RUNS = "runs"
@@ -138,7 +138,9 @@ class Row:
     seconds: float = 0.0  # all its processes together
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
     outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
-    start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`
+    start: str = (
+        ""  # how a first loss differs from O0's with the same seed; see `first_loss_check.py`
+    )
     verdict: str = ""
 
     @property

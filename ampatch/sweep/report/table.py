@@ -1,6 +1,6 @@
 """The table of a sweep's rows as texts: its columns and what they mean.
 
-`terminal.py`, `render.py` and `summary_files.py` show the same columns.
+`terminal.py`, `render.py` and `result_files.py` show the same columns.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from pandas import DataFrame
 
+from ampatch.sweep.report.comparisons import UNEVEN, difference_text
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.figures import OK, brief
-from ampatch.sweep.report.judge import UNEVEN, difference_text
 from ampatch.sweep.report.margin import LOSS
 from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.run_figures import OK, brief
 
 MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"

@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-from ampatch.sweep.report.figures import brief
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.run_figures import brief
 from ampatch.sweep.report.table import notes, table
 
 

@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.figures import status
 from ampatch.sweep.report.results import EVENTS, Stored, read_sweep
+from ampatch.sweep.report.run_figures import status
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by the name of the option
 

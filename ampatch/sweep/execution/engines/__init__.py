@@ -7,7 +7,7 @@ import os
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.placement import THREADS, Placement, device_groups
-from ampatch.sweep.execution.warm import WarmStarts
+from ampatch.sweep.execution.warm_starts import WarmStarts
 from ampatch.sweep.options import SweepOptions
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
 from ampatch.sweep.execution.placement import Placement
 from ampatch.sweep.execution.runner import Runner, TrialControl
-from ampatch.sweep.execution.warm import WarmStarts
+from ampatch.sweep.execution.warm_starts import WarmStarts
 from ampatch.sweep.trial import Trial
 
 

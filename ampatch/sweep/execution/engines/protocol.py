@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.trial import Trial
 
 

@@ -38,7 +38,7 @@ from ampatch.sweep.execution.placement import THREADS, Placement
 from ampatch.sweep.execution.runner import Runner, TrialControl
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.measure.machine import versions
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.trial import Trial
 

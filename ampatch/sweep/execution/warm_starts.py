@@ -1,6 +1,6 @@
 """Trials that start warm: a server process imports what they import, and forks each of them.
 
-The first cold run lists its imports, and the server (`server.py`) imports them before the next
+The first cold run lists its imports, and the server (`fork_server.py`) imports them before the next
 trial.  If it finds that a fork would differ from a cold start, all trials start cold.
 """
 
@@ -73,7 +73,12 @@ class WarmStarts:
         pipe, server_end = Pipe()
         with server_end:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "ampatch.sweep.execution.server", str(server_end.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "ampatch.sweep.execution.fork_server",
+                    str(server_end.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """The verdicts: does a row reach O0's accuracy?
 
-Each quantity of a row is compared by the test of `paired.py`, and the verdict is about one of them.
-"Within seed noise": the test found no difference; the interval shows how large one may still be.
+Each quantity of a row is compared by the test of `paired_test.py`.  The verdict is about the judged
+one.  "Within seed noise" means that the test found no difference; the interval shows how large a
+difference may still be.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pandas import DataFrame, Series
 from ampatch.sweep.report import margin, numbers, pace
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
-from ampatch.sweep.report.paired import holm, paired, smallest_detectable
+from ampatch.sweep.report.paired_test import holm, paired, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
 

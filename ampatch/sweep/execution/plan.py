@@ -11,6 +11,7 @@ from typing import Any
 
 from ampatch.device_figures import has_tf32
 from ampatch.diagnose.speed import HalfSpeeds
+from ampatch.sweep.cases_and_trials import DTYPES, cases, check_possible
 from ampatch.sweep.execution.budget import (
     DEFAULT_MINUTES,
     DEFAULT_SEEDS,
@@ -27,10 +28,9 @@ from ampatch.sweep.execution.budget import (
 from ampatch.sweep.execution.half_dtypes import measure_half_dtypes
 from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.plan import DTYPES, cases, check_possible
-from ampatch.sweep.report.paired import TESTED
+from ampatch.sweep.report.paired_test import TESTED
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 

@@ -20,7 +20,7 @@ import signal
 import statistics
 from collections.abc import Sequence
 
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.results import Spread
 from ampatch.sweep.trial import BASE

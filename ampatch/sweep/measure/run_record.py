@@ -2,7 +2,7 @@
 
 The child writes `Measured`: raw series without averages, so that later versions can compute other
 figures.  `Run` is the parent's record: the trial, how it ended, and what was measured.
-`report/summary.py` computes the figures of the table.
+`report/rows.py` computes the figures of the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The process that trials are forked from: `warm.py` starts it, and names the imports.
+"""The process that trials are forked from: `warm_starts.py` starts it, and names the imports.
 
-    python -m ampatch.sweep.execution.server PIPE
+    python -m ampatch.sweep.execution.fork_server PIPE
 
 It only imports, so a forked trial differs from one that starts cold only in `sys.modules`.
 `obstacle` finds the cases in which that is not so.

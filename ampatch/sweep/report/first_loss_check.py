@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Case
 
 ALLOWED = 32  # units of roundoff

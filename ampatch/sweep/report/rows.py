@@ -3,7 +3,7 @@
 Losses, metrics, memory, steps and skips are of whole runs; times and speed of runs that ran alone.
 Speed is relative to O0 of the same round, so a change in the machine's speed affects both.  For
 accuracy each seed gives one value: the last value of a metric, or the last loss; their mean if the
-seed ran several times.  `judge.py` compares these values.
+seed ran several times.  `comparisons.py` compares these values.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pandas import DataFrame
 
-from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.report.figures import (
+from ampatch.sweep.measure.run_record import Measured, Run
+from ampatch.sweep.report.comparisons import Samples, compare, corrected, directions, judged_row
+from ampatch.sweep.report.first_loss_check import other_starts
+from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
+from ampatch.sweep.report.numbers import mean
+from ampatch.sweep.report.pace import SLOWER, is_surely_faster, pace_of, reach_of
+from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.run_figures import (
     OK,
     SHARE,
     cpu_ms,
@@ -28,12 +34,6 @@ from ampatch.sweep.report.figures import (
     step_ms,
     step_times,
 )
-from ampatch.sweep.report.judge import Samples, compare, corrected, directions, judged_row
-from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
-from ampatch.sweep.report.numbers import mean
-from ampatch.sweep.report.pace import SLOWER, is_surely_faster, pace_of, reach_of
-from ampatch.sweep.report.results import Row, Spread
-from ampatch.sweep.report.start_check import other_starts
 from ampatch.sweep.trial import BASE, Case
 
 FIRST = "loss at the start"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ampatch import device_figures
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 
 BATCH = 512  # values left on the device before they are read
 

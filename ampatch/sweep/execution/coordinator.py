@@ -7,6 +7,7 @@ import time
 
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
+from ampatch.sweep.cases_and_trials import SUBJECT
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.directory import Directory, RunFiles
@@ -14,15 +15,14 @@ from ampatch.sweep.execution.early_stops import failure, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.notes import kind_note
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.plan import SUBJECT
-from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.run_figures import OK, status
 from ampatch.sweep.trial import BASE, Case, Trial
 
 
