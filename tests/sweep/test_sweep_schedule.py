@@ -11,7 +11,7 @@ from sweep_runs import Said, planned
 
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
-from ampatch.sweep.execution import engines
+from ampatch.sweep.execution import coordinator, engines
 from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
 from ampatch.sweep.execution.engines.schedule import Schedule

@@ -17,6 +17,7 @@ from typing import Any
 
 IS_POSSIBLE = sys.platform == "linux"  # elsewhere libraries of the system do not survive a fork
 POLL = 0.1  # seconds
+SERVER = "ampatch.sweep.execution.fork_server"
 
 
 class WarmStarts:
@@ -71,14 +72,10 @@ class WarmStarts:
 
     def _start_server(self, environment: Mapping[str, str], check: Callable[[], None]) -> None:
         pipe, server_end = Pipe()
+        command = [sys.executable, "-m", SERVER, str(server_end.fileno())]
         with server_end:
             self._server = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "ampatch.sweep.execution.fork_server",
-                    str(server_end.fileno()),
-                ],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -138,9 +138,7 @@ class Row:
     seconds: float = 0.0  # all its processes together
     comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
     outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
-    start: str = (
-        ""  # how a first loss differs from O0's with the same seed; see `first_loss_check.py`
-    )
+    start: str = ""  # how a first loss differs from O0's (`first_loss_check.py`); "" if none does
     verdict: str = ""
 
     @property
