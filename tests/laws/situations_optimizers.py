@@ -117,7 +117,8 @@ def closures(amp, case):
     make, settings = case
     model, optimizer = amp.start(mlp(), make, **settings)
     for x, y in batches(3):
-        loss = optimizer.step(closure_of(amp, model, optimizer, x, y))
+        with torch.no_grad():  # the optimizer evaluates it with gradients
+            loss = optimizer.step(closure=closure_of(amp, model, optimizer, x, y))
         if loss is not None:
             amp.record(loss)
 

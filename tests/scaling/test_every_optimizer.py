@@ -95,6 +95,7 @@ def trained(name, flags, level=None, dtype=torch.float16, kind="cpu", **settings
     return model, optimizer, step
 
 
+@pytest.mark.usefixtures("scale_lives_on")
 @pytest.mark.parametrize("name, flags", WAYS)
 def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
     """Bit for bit; the scale is a power of two, so it rounds nothing."""

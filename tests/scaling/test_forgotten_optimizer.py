@@ -10,13 +10,18 @@ import ampatch as amp
 SAID = "its gradients are still scaled: an ampatch.scale_loss block"
 
 
-@pytest.fixture
-def pair():
-    """A generator and a discriminator with an optimizer each, managed together."""
+@pytest.fixture(params=[None, "O1", "O2"], ids=str)
+def pair(request):
+    """A generator and a discriminator with an optimizer each: managed together, or the second one
+    in a session of its own at this level."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4), nn.Linear(4, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
-    amp.initialize(models, optimizers, opt_level="O2")
+    if request.param is None:
+        amp.initialize(models, optimizers, opt_level="O2")
+    else:
+        for model, optimizer, level in zip(models, optimizers, ("O1", request.param)):
+            amp.initialize(model, optimizer, opt_level=level)
     return models, optimizers
 
 
@@ -26,6 +31,7 @@ def block(models, optimizer):
     pass_back(loss, optimizer)
 
 
+@pytest.mark.parametrize("pair", [None, "O0", "O1", "O2"], indirect=True)
 @pytest.mark.parametrize("uses", ["steps", "adds"])
 def test_a_use_of_gradients_left_scaled_is_said(pair, caplog, uses):
     models, (first, second) = pair

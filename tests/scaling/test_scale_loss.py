@@ -109,8 +109,9 @@ def test_a_delayed_loss_for_two_optimizers_counts_once():
         ampatch.deactivate()
 
 
-def test_delay_overflow_check():
-    """The scale reacts with the next check; the step is skipped all the same."""
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_delay_overflow_check(zeroes):
+    """The scale reacts with the next check; the step is skipped unless they were zeroed."""
     model, optimizer = start("O1")
     backward(model, optimizer, data(), math.inf, delay_overflow_check=True)
     assert ampatch.loss_scale() == 1024.0
@@ -120,8 +121,10 @@ def test_delay_overflow_check():
     assert ampatch.step_was_skipped(optimizer)
     optimizer.zero_grad()
     backward(model, optimizer, data(), math.nan, delay_overflow_check=True)
+    if zeroes:
+        optimizer.zero_grad(set_to_none=False)
     optimizer.step()  # no other check came
-    assert ampatch.step_was_skipped(optimizer) and ampatch.loss_scale() == 256.0
+    assert ampatch.step_was_skipped(optimizer) is not zeroes and ampatch.loss_scale() == 256.0
 
 
 def test_an_inf_that_horovod_averages_into_gradients_skips_the_step(monkeypatch):
