@@ -12,7 +12,7 @@ from ampatch.sweep.execution.directory import clear, record_of
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.recommendation import open_question
+from ampatch.sweep.report.recommendation import missing_evidence
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -232,10 +232,10 @@ class Tuning:
         settings_tried: dict[str, Any],
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        question, options = open_question(row) if outcome in (PASSES, CURED) else ("", "")
-        not_shown = (
-            question and f"{question}. {options and f'--resume {options} shows it.'}".strip()
-        )
+        missing = missing_evidence(row) if outcome in (PASSES, CURED) else None
+        not_shown = f"{missing.text}." if missing else ""
+        if missing and missing.options:
+            not_shown += f" --resume {missing.options} shows it."
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,

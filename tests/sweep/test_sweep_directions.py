@@ -9,8 +9,8 @@ from sweep_made import made_sweep, trained
 
 from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.directions import direction
-from ampatch.sweep.report.margin import at_worst
-from ampatch.sweep.report.recommendation import open_question, recommendation
+from ampatch.sweep.report.margin import worst_difference
+from ampatch.sweep.report.recommendation import missing_evidence, recommendation
 from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import notes, table
@@ -108,14 +108,14 @@ def test_a_difference_without_a_direction_recommends_nothing_and_names_the_optio
     assert "--better spam=lower or --better spam=higher" in said
     assert rows[1].outcome in ("different", "within")
     with pytest.raises(ValueError, match="spam: expected a direction"):
-        at_worst(rows[1].comparisons[0])
+        worst_difference(rows[1].comparisons[0])
     assert rows[1].verdict.endswith(" (no direction)")
 
 
 def test_of_one_seed_both_are_asked_for():
-    said, cure = open_question(summarize(runs_of("spam", UP[:1]))[1])
-    assert said.startswith("its spam differs from O0's by +0.2, and the name does not say")
-    assert cure == "--seeds 3 --better spam=lower or --better spam=higher"
+    missing = missing_evidence(summarize(runs_of("spam", UP[:1]))[1])
+    assert missing.text.startswith("its spam differs from O0's by +0.2, and the name does not say")
+    assert missing.options == "--seeds 3 --better spam=lower or --better spam=higher"
 
 
 def test_the_option_gives_the_direction():

@@ -15,8 +15,14 @@ from sweep_made import trained
 from ampatch.sweep.cases_and_trials import cases
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.run_record import Series
-from ampatch.sweep.report.paired_test import LEVEL, POWER, holm, paired, smallest_detectable
-from ampatch.sweep.report.recommendation import open_question, recommendation
+from ampatch.sweep.report.paired_test import (
+    POWER,
+    SIGNIFICANCE_LEVEL,
+    holm,
+    paired_t_test,
+    smallest_detectable,
+)
+from ampatch.sweep.report.recommendation import missing_evidence, recommendation
 from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import table
 from ampatch.sweep.trial import Case, Trial
@@ -135,7 +141,7 @@ def test_losses_after_unequal_numbers_of_steps_are_shown_and_not_tested():
 def test_accuracy_is_what_rows_of_unequal_length_are_judged_by():
     accuracies = {"O0": (0.97, 0.98, 0.975), "O2": (0.9702, 0.9797, 0.9751)}
     _, row = fixed_time({"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}, accuracies)
-    assert row.outcome == "within" and open_question(row) == ("", "")
+    assert row.outcome == "within" and missing_evidence(row) is None
     assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
     _, row = fixed_time({"O0": (100, 98, 99), "O2": (99, 98, 100)}, accuracies)
     assert [metric.outcome for metric in row.comparisons] == ["within"] * 2  # 1 %: no difference
@@ -169,8 +175,8 @@ def test_values_that_are_one_number_have_no_interval():
     assert row.verdict.endswith("; equal to O0 with each of 3 seeds: accuracy 0.9")
     row = rows_of([0.9] * 3, [0.1] * 3)[1]
     assert row.outcome == "worse" and "difference -0.8 with each seed" in row.verdict
-    assert paired([0.5, 0.7], [0.5, 0.7]).p == paired([0.1, 0.1], [0.1, 0.1]).p == 1.0
-    assert paired([0.1, 0.1], [0.9, 0.9]).p == 0.0
+    assert paired_t_test([0.5, 0.7], [0.5, 0.7]).p == paired_t_test([0.1, 0.1], [0.1, 0.1]).p == 1.0
+    assert paired_t_test([0.1, 0.1], [0.9, 0.9]).p == 0.0
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
@@ -257,7 +263,7 @@ def test_the_test_is_students_integral_of_the_differences():
         ours = [value + chance.gauss(0.5, 1) for value in base]
         differences = [a - b for a, b in zip(ours, base)]
         error = statistics.stdev(differences) / math.sqrt(n)
-        test = paired(ours, base)
+        test = paired_t_test(ours, base)
         assert test.difference == pytest.approx(statistics.mean(differences))
         assert test.p == pytest.approx(1 - within(abs(test.difference) / error, n - 1), abs=1e-9)
         assert within((test.high - test.difference) / error, n - 1) == pytest.approx(0.95)
@@ -269,13 +275,13 @@ def test_one_number_as_each_difference_is_compared_as_unpaired():
 
     p and the quantile 2.776 are those of the tables; four degrees have a closed form.
     """
-    test = paired([1, 2, 3], [4, 5, 6])
+    test = paired_t_test([1, 2, 3], [4, 5, 6])
     t = 3 / (2 / 3) ** 0.5
     x = t / (4 + t * t) ** 0.5
     assert test.p == pytest.approx(1 - x * (3 - x * x) / 2)
     assert test.high - test.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
     assert test.sd == 0
-    almost = paired([0.51, 0.71], [0.5, 0.7])  # one number but for its last digit
+    almost = paired_t_test([0.51, 0.71], [0.5, 0.7])  # one number but for its last digit
     assert almost.p > 0.9 and almost.sd == 0
 
 
@@ -299,5 +305,5 @@ def test_the_smallest_difference_is_found_with_the_power_it_claims(n, rows):
     )
     error = draws.std(axis=1, ddof=1) / math.sqrt(n)
     t = numpy.abs(draws.mean(axis=1)) / error
-    share = (t > stats.t.ppf(1 - LEVEL / rows / 2, n - 1)).mean()
+    share = (t > stats.t.ppf(1 - SIGNIFICANCE_LEVEL / rows / 2, n - 1)).mean()
     assert share == pytest.approx(POWER, abs=4 * math.sqrt(POWER * (1 - POWER) / samples))

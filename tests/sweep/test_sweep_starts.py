@@ -10,7 +10,7 @@ from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.report.first_loss_check import other_starts
+from ampatch.sweep.report.first_loss_check import first_loss_differences
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
@@ -23,7 +23,9 @@ def run_of(case, first, then=(1.0,) * 30, seed=0, **kind):
 
 
 def starts_apart(case, first, base=2.0, **options):
-    return bool(other_starts([run_of(O0, base, **options), run_of(case, first, **options)]))
+    return bool(
+        first_loss_differences([run_of(O0, base, **options), run_of(case, first, **options)])
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,10 @@ def test_half_may_round_and_no_more(case, within, beyond):
 
 def test_the_second_o0_is_compared_too():
     again = run_of(O0, 2.003, short=True, again=True)
-    [(run, _said)] = other_starts([run_of(O0, 2.0), again])
+    [(run, _said)] = first_loss_differences([run_of(O0, 2.0), again])
     assert run is again
-    assert not other_starts([run_of(O0, 2.0), run_of(O0, 2.001, short=True, again=True)])
-    assert not other_starts([run_of(O0, 2.0), run_of(O0, 3.0, seed=1)])  # another seed
+    assert not first_loss_differences([run_of(O0, 2.0), run_of(O0, 2.001, short=True, again=True)])
+    assert not first_loss_differences([run_of(O0, 2.0), run_of(O0, 3.0, seed=1)])  # another seed
 
 
 def test_a_loss_that_begins_near_zero_is_measured_by_its_later_size():
@@ -71,11 +73,11 @@ def test_losses_behind_a_step_say_nothing_of_the_start():
     base, row = run_of(O0, 2.0), run_of(FLOAT16, 0.7)
     of_base, of_row = base.measured.losses, row.measured.losses
     of_row["1"] = of_row.pop("0")
-    assert not other_starts([base, row])
+    assert not first_loss_differences([base, row])
     of_base["1"] = of_base.pop("0")
-    assert other_starts([base, row])
+    assert first_loss_differences([base, row])
     of_base["1"].steps = of_row["1"].steps = list(range(1, 32))
-    assert not other_starts([base, row])
+    assert not first_loss_differences([base, row])
 
 
 def test_nothing_is_recommended_where_a_row_starts_elsewhere():

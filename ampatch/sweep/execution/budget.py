@@ -21,7 +21,7 @@ from typing import Any
 from ampatch.sweep.cases_and_trials import trials
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.paired_test import TESTED
+from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.run_figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -94,7 +94,7 @@ class PlanSize:
 
     def tests_accuracy(self, wanted: PlanSize) -> bool:
         """Whether it has the seeds that a verdict on accuracy needs."""
-        return self.seeds >= min(wanted.seeds, TESTED)
+        return self.seeds >= min(wanted.seeds, MIN_TEST_SEEDS)
 
 
 @dataclass(frozen=True)
@@ -171,16 +171,16 @@ class Timings:
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     """The sizes to choose from, the best first.
 
-    What they give up, in this order: seeds beyond `TESTED`, rounds of timing, O3, the second run of
+    What they give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the second run of
     O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing too.
     """
-    enough, least = min(wanted.seeds, TESTED), min(wanted.rounds, FEWEST_ROUNDS)
+    enough, least = min(wanted.seeds, MIN_TEST_SEEDS), min(wanted.rounds, FEWEST_ROUNDS)
     for n in range(wanted.seeds, enough - 1, -1):
         yield PlanSize(n, wanted.rounds)
     few = min(wanted.rounds, max(enough, least))
     yield PlanSize(enough, few)
     yield PlanSize(enough, few, all_rows=False)
-    if few >= TESTED:
+    if few >= MIN_TEST_SEEDS:
         yield PlanSize(enough, few, all_rows=False, again=False)
     yield PlanSize(min(enough, 2), min(wanted.rounds, max(2, least)), all_rows=False)
     for n in (1, 0):
@@ -238,7 +238,7 @@ def omission_note(
     if not chosen.tests_accuracy(wanted):
         return (
             f"{counted(max(1, chosen.seeds), 'seed')} can show how fast the rows are; to compare "
-            f"their accuracy takes {TESTED}: --resume --budget {to_test} does both."
+            f"their accuracy takes {MIN_TEST_SEEDS}: --resume --budget {to_test} does both."
         )
     missing = {
         "O3": not has_o3,

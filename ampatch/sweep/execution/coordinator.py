@@ -21,7 +21,7 @@ from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.margin import LAST_LOSS
 from ampatch.sweep.report.run_figures import OK, status
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -157,7 +157,7 @@ class Coordinator:
         """Raise `SweepError` for a metric of the options that a good run lacks."""
         if run.trial.short or status(run) != OK:
             return
-        reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
+        reported = [*run.measured.metrics, *([LAST_LOSS] if run.measured.losses else [])]
         options = self._options
         for name, pattern in options.metrics.items():
             if name not in reported:

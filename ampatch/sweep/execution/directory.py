@@ -24,8 +24,8 @@ from ampatch.sweep.measure.run_record import Run, read_run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (
-    DRAWN,
     EVENTS,
+    PICTURE_FILES,
     REPORT,
     RUNS,
     SUMMARY,
@@ -138,7 +138,7 @@ def clear(path: Path) -> None:
     for stem in record.trials:
         RunFiles.of(path / RUNS, stem).remove()
         _remove(path / EVENTS / stem)
-    for name in (*TABLES, REPORT, *DRAWN, *record.files):
+    for name in (*TABLES, REPORT, *PICTURE_FILES, *record.files):
         _remove(path / name)
 
 

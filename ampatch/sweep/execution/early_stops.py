@@ -8,7 +8,7 @@ from pathlib import Path
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.run_figures import NO_STEP, OK, brief, status
+from ampatch.sweep.report.run_figures import DIVERGED, NO_STEP, NO_TRAINING, OK, brief, status
 from ampatch.sweep.trial import BASE
 
 WRONG_ARGUMENTS = 2  # the exit status of argparse
@@ -36,7 +36,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     good = [other for other in earlier if other.steps and status(other) == OK]
     if run_status.startswith(NO_STEP) and run.case != BASE and good:
         return ""
-    if run_status.startswith(("no training", NO_STEP)) and not run.steps:
+    if run_status.startswith((NO_TRAINING, NO_STEP)) and not run.steps:
         kind = next((other.measured.kind for other in earlier if other.measured), UNKNOWN)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return (
@@ -46,7 +46,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
                 f"{kind.line(())}"
             )
         return f"{script}: {run_status} ({run.trial.label}).{_hint(run, kind)}"
-    goes_on = run_status == OK or run_status.startswith("diverged") or lacks_memory(run_status)
+    goes_on = run_status == OK or run_status.startswith(DIVERGED) or lacks_memory(run_status)
     if run.case != BASE or goes_on:
         return ""
     remedy = " Give it more: --resume --timeout SECONDS." if run.ended_by else ""

@@ -13,10 +13,10 @@ from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import metric_hint
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.report.first_loss_check import other_starts, start_note
+from ampatch.sweep.report.first_loss_check import first_loss_differences, first_loss_note
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.rows import seeds_matter
-from ampatch.sweep.report.run_figures import OK, status
+from ampatch.sweep.report.run_figures import CRASHED, DIVERGED, OK, status
 from ampatch.sweep.trial import BASE
 
 _HOW_TO_SEED = (
@@ -35,7 +35,7 @@ def script_notes(
 ) -> dict[str, str]:
     """Notes on what the script does, by subject; the most important ones first."""
     notes = {
-        "starts": start_note(script, other_starts(runs)),
+        "starts": first_loss_note(script, first_loss_differences(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
         "files": _files_note(runs),
@@ -88,7 +88,7 @@ def tune_note(
         if row.engine == "ampatch"
         and not row.settings
         and row.dtype in DTYPES
-        and (row.outcome == "worse" or row.status.startswith(("diverged", "crashed")))
+        and (row.outcome == "worse" or row.status.startswith((CRASHED, DIVERGED)))
     )
     row = next(worse, None)
     if row is None:

@@ -30,7 +30,7 @@ from ampatch.sweep.json_files import restored
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.report.paired_test import TESTED
+from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -121,7 +121,7 @@ class Plan:
         return f"--resume --budget {self._minutes_to_test(self._timings)}"
 
     def _minutes_to_test(self, timings: Timings) -> int:
-        size = PlanSize(min(self.wanted.seeds, TESTED), self.wanted.rounds, all_rows=False)
+        size = PlanSize(min(self.wanted.seeds, MIN_TEST_SEEDS), self.wanted.rounds, all_rows=False)
         return timings.budget_minutes(self.cases, size, self._ended)
 
     def half_speed_note(self) -> str:

@@ -1,14 +1,15 @@
-"""Do all rows start from the same weights?  Their first losses with the same seed show it.
+"""Checks by the first losses whether all rows with the same seed start from the same weights.
 
 Before the first optimizer step only rounding in half separates a row from O0.  If the first loss
-differs by more, the row began with other weights: most often from a file that an earlier trial
-wrote, such as `w.pt`, and the script loads if it exists.  Then the rows say nothing about opt
-levels, and none is recommended.
+differs by more, the row began with other weights, most often because the script loads a file that
+an earlier trial wrote, such as `w.pt`.  Then the rows say nothing about opt levels, and none is
+recommended.
 
-Allowed are 32 units of roundoff (docs/explanation/sweep_figures.md has what was measured), and
-2**-10 in FP32, because kernels sum in different orders.  They are relative to the larger of the two
-losses, or to O0's median loss if that is larger.  A row in half may also differ as much as O0's
-loss from step to step at the start: random numbers within the model can depend on the dtype.
+Two first losses may differ by 32 units of roundoff (docs/explanation/sweep_figures.md has the
+measurements), and in FP32 by 2**-10, because kernels sum in different orders.  These limits are
+relative to the larger of the two losses, or to O0's median loss if that is larger.  A row in half
+may also differ as much as O0's loss changes from step to step at the start, because random numbers
+within the model can depend on the dtype.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from collections.abc import Sequence
 from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.trial import BASE, Case
 
-ALLOWED = 32  # units of roundoff
-ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8}
-TF32 = 2**-11
-FP32 = 2**-15
-EARLY = 20  # first losses, for their differences from step to step
+MAX_ROUNDOFFS = 32  # units of roundoff by which first losses may differ
+HALF_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8}
+TF32_ROUNDOFF = 2**-11
+FP32_ROUNDOFF = 2**-15
+NUM_EARLY_LOSSES = 20  # losses whose changes from step to step count as changes at the start
 
 
-def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
-    """The runs that start differently from the first run with their seed, O0's if there is one.
+def first_loss_differences(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    """The runs whose first loss differs from the first run's with their seed, O0's if it has run.
 
     Each comes with the difference: `first loss 0.41 against 2.31 of O0 with seed 0`.
     """
@@ -37,16 +38,16 @@ def other_starts(runs: Sequence[Run]) -> list[tuple[Run, str]]:
     for run in sorted(runs, key=lambda run: run.case != BASE):
         if run.measured is not None:
             by_seed.setdefault(run.trial.seed, []).append(run)
-    compared = ((run, first) for first, *others in by_seed.values() for run in others)
-    starts = [(run, _difference(run, first)) for run, first in compared]
-    return [(run, difference) for run, difference in starts if difference]
+    pairs = ((run, first) for first, *later in by_seed.values() for run in later)
+    compared = [(run, _difference(run, first)) for run, first in pairs]
+    return [(run, difference) for run, difference in compared if difference]
 
 
-def start_note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
+def first_loss_note(script: str, differences: Sequence[tuple[Run, str]]) -> str:
     """A note on how rows differ at the start, why, and what to do."""
-    if not starts:
+    if not differences:
         return ""
-    run, difference = next((start for start in starts if start[0].case != BASE), starts[0])
+    run, difference = next((d for d in differences if d[0].case != BASE), differences[0])
     return (
         f"The rows do not start alike: {run.trial.label} has a {difference}, which is "
         f"more than rounding explains. {script} seems to load a file that an earlier trial wrote, "
@@ -56,34 +57,41 @@ def start_note(script: str, starts: Sequence[tuple[Run, str]]) -> str:
 
 
 def _difference(run: Run, first: Run) -> str:
-    ours, theirs = run.measured or Measured(), first.measured or Measured()
-    for name in ours.losses.keys() & theirs.losses.keys():
-        value, expected = _before_any_step(ours.losses[name]), _before_any_step(theirs.losses[name])
+    """How the first losses of two runs differ by more than rounding, as text; "" if they do not."""
+    losses = (run.measured or Measured()).losses
+    expected_losses = (first.measured or Measured()).losses
+    for name in losses.keys() & expected_losses.keys():
+        value, expected = map(_before_any_step, (losses[name], expected_losses[name]))
         if value is None or expected is None:
             continue
         roundoff = max(_roundoff(run.case), _roundoff(first.case))
-        if abs(value - expected) > _allowed(value, theirs.losses[name], roundoff):
-            other = "its first run" if run.case == first.case else first.case.label
+        if abs(value - expected) > _max_difference(value, expected_losses[name], roundoff):
+            owner = "its first run" if run.case == first.case else first.case.label
             seed = run.trial.seed
-            return f"first loss {value:.4g} against {expected:.4g} of {other} with seed {seed}"
+            return f"first loss {value:.4g} against {expected:.4g} of {owner} with seed {seed}"
     return ""
 
 
 def _before_any_step(losses: Series) -> float | None:
-    """The first loss, if it is a number and no optimizer has stepped before it."""
+    """The first loss; None if it is not finite, or if an optimizer has stepped before it."""
     if not losses.values or losses.steps[0] or not math.isfinite(losses.values[0]):
         return None
     return losses.values[0]
 
 
-def _allowed(value: float, expected: Series, roundoff: float) -> float:
+def _max_difference(value: float, expected: Series, roundoff: float) -> float:
+    """By how much `value` may differ from the first of the `expected` losses."""
     finite = [abs(loss) for loss in expected.values if math.isfinite(loss)]
     size = max(abs(value), finite[0], statistics.median(finite))
-    rounding = ALLOWED * roundoff * size
-    pairs = itertools.pairwise(expected.values[:EARLY])
+    limit = MAX_ROUNDOFFS * roundoff * size
+    pairs = itertools.pairwise(expected.values[:NUM_EARLY_LOSSES])
     changes = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
-    return max(rounding, statistics.median(changes)) if changes and roundoff != FP32 else rounding
+    if not changes or roundoff == FP32_ROUNDOFF:
+        return limit
+    return max(limit, statistics.median(changes))
 
 
 def _roundoff(case: Case) -> float:
-    return ROUNDOFF[case.dtype] if case.dtype else TF32 if case.tf32 else FP32
+    if case.dtype:
+        return HALF_ROUNDOFF[case.dtype]
+    return TF32_ROUNDOFF if case.tf32 else FP32_ROUNDOFF

@@ -23,11 +23,11 @@ from pandas import DataFrame
 
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.margin import LAST_LOSS
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import FORMATS, Results, Row
 from ampatch.sweep.report.run_figures import main_losses
-from ampatch.sweep.report.table import quality_mark, speed_mark
+from ampatch.sweep.report.table import accuracy_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -159,7 +159,9 @@ def _draw_lines(
         line, style_ = lines[row.label], _style(results, row)
         # Each line is thinner than the one before, so that equal lines are all visible.
         width = 2.9 - 1.9 * number / max(1, len(drawn) - 1)
-        axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **style_)
+        axes.plot(
+            line.x, line.y, label=row.name + accuracy_mark(row, LAST_LOSS), lw=width, **style_
+        )
         if row.seeds > 1:
             band = {"color": style_["color"], "alpha": 0.1, "lw": 0}
             axes.fill_between(line.x, line.low, line.high, **band)
@@ -191,7 +193,7 @@ def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
     for height, row in enumerate(rows):
         speeds = row.speeds
         assert speeds is not None
-        judged = quality_mark(row, row.comparisons[0].name) if row.comparisons else ""
+        judged = accuracy_mark(row, row.comparisons[0].name) if row.comparisons else ""
         marks = speed_mark(row) + judged
         colour = to_rgb(_style(results, row)["color"])
         if row.dtype == "bfloat16":

@@ -18,7 +18,7 @@ from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
 from ampatch.sweep.report.provenance import facts, script_command
 from ampatch.sweep.report.recommendation import anything_compared
 from ampatch.sweep.report.result_files import render_template, write_tables
-from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
+from ampatch.sweep.report.results import PICTURE_FILES, PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.table import notes, table
 
 
@@ -32,7 +32,7 @@ def write_report(directory: str | Path) -> None:
     path, results = sweep.directory, sweep.results
     drawn = pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
-    for old in DRAWN:
+    for old in PICTURE_FILES:
         (path / old).unlink(missing_ok=True)
     for picture in drawn:
         for form, content in picture.files.items():

@@ -1,9 +1,9 @@
 """The rows: the figures of all runs of a case, compared with O0's.
 
-Losses, metrics, memory, steps and skips are of whole runs; times and speed of runs that ran alone.
-Speed is relative to O0 of the same round, so a change in the machine's speed affects both.  For
-accuracy each seed gives one value: the last value of a metric, or the last loss; their mean if the
-seed ran several times.  `comparisons.py` compares these values.
+Losses, metrics, memory, steps and skips come from full runs, times and speed from runs that ran
+alone.  Speed is relative to O0 of the same round, so a change in the machine's speed affects both.
+For accuracy each seed gives one value: the last value of a metric, or the last loss; if the seed
+ran several times, the mean of these values.  `comparisons.py` compares them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pandas import DataFrame
 
 from ampatch.sweep.measure.run_record import Measured, Run
-from ampatch.sweep.report.comparisons import Samples, compare, corrected, directions, judged_row
-from ampatch.sweep.report.first_loss_check import other_starts
-from ampatch.sweep.report.margin import LOSS, ONE_PERCENT, Margin
+from ampatch.sweep.report.comparisons import (
+    Samples,
+    compare,
+    resolve_directions,
+    with_corrected_p,
+    with_verdict,
+)
+from ampatch.sweep.report.first_loss_check import first_loss_differences
+from ampatch.sweep.report.margin import LAST_LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.pace import SLOWER, is_surely_faster, pace_of, reach_of
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.run_figures import (
+    LOSS_WINDOW_DIVISOR,
     OK,
-    SHARE,
     cpu_ms,
     first_and_last,
     main_losses,
@@ -36,11 +42,11 @@ from ampatch.sweep.report.run_figures import (
 )
 from ampatch.sweep.trial import BASE, Case
 
-FIRST = "loss at the start"
-NEAR = 2  # rounds' durations: the speeds of runs further apart are not compared
-ENOUGH_ROUNDS = 3  # for O0's noise from round to round, if it ran once in each
-Milliseconds = Callable[[Measured | None, int | None], float | None]
-"""Milliseconds of the first N steps."""
+FIRST_LOSS = "loss at the start"
+MAX_GAP_IN_ROUNDS = 2  # in durations of a round: runs further apart are not compared for speed
+MIN_NOISE_ROUNDS = 3  # rounds that show O0's noise if it ran once in each
+StepTimeFunction = Callable[[Measured | None, int | None], float | None]
+"""Returns the median milliseconds of a run's first N steps; of all steps if N is None."""
 
 
 def summarize(
@@ -58,37 +64,37 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base, values, asked = by_case.get(BASE, []), values_of(runs), better or {}
-    starts = {run.case: difference for run, difference in reversed(other_starts(runs))}
+    base, values, better = by_case.get(BASE, []), values_of(runs), better or {}
+    starts = {run.case: difference for run, difference in reversed(first_loss_differences(runs))}
     round_seconds: Counter[tuple[int, int]] = Counter()
     for run in runs:
         round_seconds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, case_runs, base, round_seconds, means, samples, starts.get(case, ""), asked)
+        _row(case, case_runs, base, round_seconds, means, samples, starts.get(case, ""), better)
         for case, case_runs in by_case.items()
     ]
-    criteria = judged, asked, seeds_matter(base), margin
-    compared = [
+    criteria = judged, better, seeds_matter(base), margin
+    comparisons = [
         [] if case == BASE or case in starts else compare(samples, case.label, *criteria)
         for case in by_case
     ]
-    judged_rows = list(map(judged_row, rows, corrected(compared)))
-    return [
-        row if row.outcome == "baseline" else _with_equals(row, judged_rows) for row in judged_rows
-    ]
+    rows = list(map(with_verdict, rows, with_corrected_p(comparisons)))
+    return [row if row.outcome == "baseline" else _add_faster_equals(row, rows) for row in rows]
 
 
-def _with_equals(row: Row, rows: Sequence[Row]) -> Row:
+def _add_faster_equals(row: Row, rows: Sequence[Row]) -> Row:
     """The row, whose verdict now names faster rows that train exactly the same."""
+    figures = _training_figures(row)
     faster = [
         other.name
         for other in rows
-        if _training_figures(other) == _training_figures(row) is not None
+        if figures is not None
+        and _training_figures(other) == figures
         and (row.pace == SLOWER if other.outcome == "baseline" else is_surely_faster(other, row))
     ]
-    more = f"; trains the same as {' and '.join(faster)}, and is slower" if faster else ""
-    return dataclasses.replace(row, verdict=row.verdict + more)
+    suffix = f"; trains the same as {' and '.join(faster)}, and is slower" if faster else ""
+    return dataclasses.replace(row, verdict=row.verdict + suffix)
 
 
 def _training_figures(row: Row) -> tuple | None:
@@ -99,17 +105,19 @@ def _training_figures(row: Row) -> tuple | None:
 
 
 def values_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each last value of a whole run, and for its loss at the start.
+    """A line for each last value of a full run, and for its loss at the start.
 
-    The latter is a mean over as many losses in each run.  `is_ok` is whether the run went well,
-    `steps` how many steps it took.
+    The loss at the start is a mean over the same number of losses in every run.  `is_ok` is whether
+    the run went well, `steps` how many steps it took.
     """
-    whole = [run for run in runs if run.measured and not run.trial.short]
-    counts = [len(main_losses(run.measured).values) for run in whole if status(run) == OK]
-    window = max(1, min(filter(None, counts), default=0) // SHARE) if any(counts) else None
+    full_runs = [run for run in runs if run.measured and not run.trial.short]
+    counts = [len(main_losses(run.measured).values) for run in full_runs if status(run) == OK]
+    window = (
+        max(1, min(filter(None, counts), default=0) // LOSS_WINDOW_DIVISOR) if any(counts) else None
+    )
     lines = [
         (run.case.label, run.trial.seed, name, value, status(run) == OK, float(run.steps))
-        for run in whole
+        for run in full_runs
         for name, value in _last_values(run.measured, window).items()
     ]
     columns = ["row", "seed", "name", "value", "is_ok", "steps"]
@@ -117,24 +125,25 @@ def values_of(runs: Iterable[Run]) -> DataFrame:
 
 
 def samples_of(values: DataFrame) -> Samples:
-    """By row and quantity: one value for each seed, from the runs with status "ok"."""
-    good = values[values.is_ok & (values.name != FIRST)]
-    seeds = _means(good, ["row", "name", "seed"]).reset_index("seed")
-    return {key: part.set_index("seed") for key, part in seeds.groupby(["row", "name"], sort=False)}
+    """The samples of each row and quantity, from the runs with status "ok"."""
+    ok_values = values[values.is_ok & (values.name != FIRST_LOSS)]
+    seeds = _means(ok_values, ["row", "name", "seed"]).reset_index("seed")
+    by_name = seeds.groupby(["row", "name"], sort=False)
+    return {key: sample.set_index("seed") for key, sample in by_name}
 
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
-    """Whether runs of O0 with different seeds differ in a loss at the end or start, or a metric."""
-    base = _of_base(runs)
+    """Whether runs of O0 with different seeds differ in the first or last loss, or in a metric."""
+    base = _base_values(runs)
     return base.seed.nunique() < 2 or bool((base.groupby("name").value.nunique() > 1).any())
 
 
-def has_quality(runs: Iterable[Run]) -> bool:
+def has_accuracy(runs: Iterable[Run]) -> bool:
     """Whether a loss or a metric was measured at O0."""
-    return not _of_base(runs).empty
+    return not _base_values(runs).empty
 
 
-def _of_base(runs: Iterable[Run]) -> DataFrame:
+def _base_values(runs: Iterable[Run]) -> DataFrame:
     values = values_of(run for run in runs if run.case == BASE)
     return values[values.is_ok]
 
@@ -150,17 +159,17 @@ def _row(
     better: Mapping[str, str],
 ) -> Row:
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
-    trouble = [text for text in map(status, runs) if text != OK]
-    runs_alone, base_alone = map(_timed_runs, (runs, base))
-    times = DataFrame(filter(None, (step_times(run.measured) for run in runs_alone)))
-    pairs = _pairs(case, runs_alone, base_alone, round_seconds)
+    failures = [text for text in map(status, runs) if text != OK]
+    timed_runs, timed_base = map(_timed_runs, (runs, base))
+    times = DataFrame(filter(None, (step_times(run.measured) for run in timed_runs)))
+    pairs = _pairs(case, timed_runs, timed_base, round_seconds)
     speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
-    pairs = _pairs(BASE, base_alone, base_alone, round_seconds)
+    pairs = _pairs(BASE, timed_base, timed_base, round_seconds)
     reach, cpu_reach = (reach_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
-    is_paced = case != BASE and not trouble
-    pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if is_paced else ("", False)
+    has_pace = case != BASE and not failures
+    pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if has_pace else ("", False)
     metrics = {name: value for (row, name), value in means.items() if row == case.label}
-    names = [name for name in metrics if name != FIRST]
+    names = [name for name in metrics if name != FIRST_LOSS]
     by_seed = {name: frame for (row, name), frame in samples.items() if row == case.label}
     return Row(
         label=case.label,
@@ -168,15 +177,15 @@ def _row(
         dtype=case.dtype or "float32",
         engine=case.engine,
         settings=dict(case.settings),
-        status=trouble[0] if trouble else OK,
+        status=failures[0] if failures else OK,
         runs=len(runs),
-        good_runs=len(runs) - len(trouble),
+        good_runs=len(runs) - len(failures),
         seeds=len({run.trial.seed for run in runs}),
         step_ms=None if times.empty else times["median"].median(),
         step_times=None
         if times.empty
         else Spread(*times[["median", "low", "high"]].median(), int(times.n.sum())),
-        cpu_ms=_median(cpu_ms(run.measured) for run in runs_alone),
+        cpu_ms=_median(cpu_ms(run.measured) for run in timed_runs),
         speed=speeds and speeds.median,
         speeds=speeds,
         cpu_speeds=cpu_speeds,
@@ -186,21 +195,21 @@ def _row(
         by_cpu=by_cpu,
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
-        first_loss=metrics.pop(FIRST, None),
-        last_loss=metrics.pop(LOSS, None),
+        first_loss=metrics.pop(FIRST_LOSS, None),
+        last_loss=metrics.pop(LAST_LOSS, None),
         metrics=metrics,
         sds={
             name: frame.value.std()
             for name, frame in by_seed.items()
-            if not trouble and frame.value.nunique() > 1 and all(map(math.isfinite, frame.value))
+            if not failures and frame.value.nunique() > 1 and all(map(math.isfinite, frame.value))
         },
-        better=directions(names, better),
+        better=resolve_directions(names, better),
         steps=round(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
-        outcome="failed" if trouble else "baseline" if case == BASE else "untested",
+        outcome="failed" if failures else "baseline" if case == BASE else "untested",
         start=start,
     )
 
@@ -212,15 +221,15 @@ def _timed_runs(runs: Iterable[Run]) -> list[Run]:
 
 def _last_values(measured: Measured, window: int | None = None) -> dict[str, float]:
     """The last value of each metric, and the last loss; with a `window` also the first loss."""
-    first, last = first_and_last(measured, window)
+    first_loss, last_loss = first_and_last(measured, window)
     last_values = {name: series.values[-1] for name, series in measured.metrics.items()}
-    if last is not None:
-        last_values |= {LOSS: last, **({FIRST: first} if window else {})}
+    if last_loss is not None:
+        last_values |= {LAST_LOSS: last_loss, **({FIRST_LOSS: first_loss} if window else {})}
     return last_values
 
 
 def _means(values: DataFrame, by: list[str]) -> DataFrame:
-    """The means of values and steps; inf and NaN stay what they are."""
+    """The means of values and steps, by these columns; a mean may be inf or NaN."""
     return values.groupby(by, sort=False)[["value", "steps"]].agg(mean)
 
 
@@ -232,46 +241,54 @@ def _pairs(
 ) -> list[tuple[Run, Run]]:
     """The runs whose speed counts, each with O0's run of the same round.
 
-    For O0 these are its second runs; if rounds lack one, also each round's run and the next one's.
+    For O0: the second and the first run of each round.  If a round has no second run, also the runs
+    of each two successive rounds.
     """
     base_runs = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
-    short = {run.trial.round for run in runs if run.trial.short}  # a whole run came much later
-    compared = [run for run in runs if run.trial.short or run.trial.round not in short]
-    compared = [run for run in runs if run.trial.again] if case == BASE else compared
+    if case == BASE:
+        runs = [run for run in runs if run.trial.again]
+    else:  # if a round has a short and a full run, the full run came much later
+        short_rounds = {run.trial.round for run in runs if run.trial.short}
+        runs = [run for run in runs if run.trial.short or run.trial.round not in short_rounds]
     pairs = [
         (run, base_runs[run.trial.round])
-        for run in compared
+        for run in runs
         if run.trial.round in base_runs and status(run) == OK
     ]
     pairs = [
-        pair for pair in pairs if _seconds_apart(*pair) <= NEAR * round_seconds[pair[0].trial.round]
+        (run, base_run)
+        for run, base_run in pairs
+        if _seconds_apart(run, base_run) <= MAX_GAP_IN_ROUNDS * round_seconds[run.trial.round]
     ]
-    if case == BASE and len(pairs) < len(base_runs) >= ENOUGH_ROUNDS:
+    if case == BASE and len(pairs) < len(base_runs) >= MIN_NOISE_ROUNDS:
         pairs += itertools.pairwise(base_runs.values())
     return pairs
 
 
 def _seconds_apart(run: Run, other: Run) -> float:
-    """Seconds between the beginnings of two runs; 0 if these are unknown."""
-    began = [trained.measured.machine.get("began") for trained in (run, other)]
+    """Seconds from the beginning of one run to that of the other; 0 if a beginning is unknown."""
+    began = [timed.measured.machine.get("began") for timed in (run, other)]
     return 0.0 if None in began else abs(began[0] - began[1])
 
 
-def _ratios(pairs: Iterable[tuple[Run, Run]], ms: Milliseconds) -> list[float]:
+def _ratios(pairs: Iterable[tuple[Run, Run]], step_time: StepTimeFunction) -> list[float]:
     """The speed of the first run of each pair relative to the second."""
-    ratios = (_speed(run, beside, ms) for run, beside in pairs)
+    ratios = (_speed(run, base, step_time) for run, base in pairs)
     return [ratio for ratio in ratios if ratio is not None]
 
 
-def _speed(run: Run, base: Run, ms: Milliseconds) -> float | None:
-    """One run's speed relative to another's; if one is short, over as many steps of both."""
-    both = run, base
-    is_short = any(timed.trial.short for timed in both)
-    first = min(len(timed.measured.step_seconds) for timed in both) if is_short else None
-    own, of_base = ms(run.measured, first), ms(base.measured, first)
-    return of_base / own if own and of_base else None
+def _speed(run: Run, base: Run, step_time: StepTimeFunction) -> float | None:
+    """The speed of one run relative to another.
+
+    If one is short, both are measured over the same number of first steps.
+    """
+    is_short = run.trial.short or base.trial.short
+    counts = [len(timed.measured.step_seconds) for timed in (run, base)]
+    num_steps = min(counts) if is_short else None
+    ms, base_ms = step_time(run.measured, num_steps), step_time(base.measured, num_steps)
+    return base_ms / ms if ms and base_ms else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = DataFrame({"value": list(values)}, dtype=float).value.dropna()
-    return None if known.empty else known.median()
+    present = DataFrame({"value": list(values)}, dtype=float).value.dropna()
+    return None if present.empty else present.median()

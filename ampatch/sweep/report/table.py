@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from pandas import DataFrame
 
-from ampatch.sweep.report.comparisons import UNEVEN, difference_text
+from ampatch.sweep.report.comparisons import MAX_STEP_RATIO, difference_text
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.margin import LAST_LOSS
 from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
@@ -61,7 +61,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("memory MiB", _mebibytes),
         *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _are_uneven(rows) else []),
         Column("first loss", lambda row: quantity(row.first_loss), main=False),
-        _scattered(LOSS, lambda row: row.last_loss),
+        _scattered(LAST_LOSS, lambda row: row.last_loss),
         *(
             _scattered(name, lambda row, name=name: row.metrics.get(name), marks.get(name, ""))
             for name in names
@@ -77,7 +77,7 @@ def _are_uneven(rows: Sequence[Row]) -> bool:
     """Whether rows that went well took different numbers of steps, as their losses say."""
     steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
     is_uneven = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
-    return is_uneven or (bool(steps) and max(steps) > UNEVEN * min(steps))
+    return is_uneven or (bool(steps) and max(steps) > MAX_STEP_RATIO * min(steps))
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -104,7 +104,7 @@ def speed_mark(row: Row) -> str:
     return "" if row.speeds is None or is_clear else MAY_BE_NOISE
 
 
-def quality_mark(row: Row, name: str) -> str:
+def accuracy_mark(row: Row, name: str) -> str:
     """The mark of a quantity that differs from O0's; else ""."""
     outcome = next((quantity.outcome for quantity in row.comparisons if quantity.name == name), "")
     return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
@@ -112,7 +112,7 @@ def quality_mark(row: Row, name: str) -> str:
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the marks that a table of these rows has."""
-    differs = any(quality_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
+    differs = any(accuracy_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
     used = {MAY_BE_NOISE: any(map(speed_mark, rows)), DIFFERS: differs}
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if used[mark]]
 
@@ -138,7 +138,7 @@ def _scattered(name: str, mean: Callable[[Row], float | None], mark: str = "") -
     """A column of means ± standard deviations; the `mark` in its title is that of its direction."""
 
     def text(row: Row) -> str:
-        return plus_minus(mean(row), row.sds.get(name)) + quality_mark(row, name)
+        return plus_minus(mean(row), row.sds.get(name)) + accuracy_mark(row, name)
 
     return Column(f"{mark} {name.replace('_', ' ')}".strip(), text)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.results import EVENTS, Stored, read_sweep
+from ampatch.sweep.report.results import EVENTS, StoredSweep, read_sweep
 from ampatch.sweep.report.run_figures import status
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by the name of the option
@@ -72,7 +72,7 @@ def write(name: str, directory: str | Path) -> str:
     return _wandb(sweep, runs) if name == "wandb" else _tensorboard(sweep, runs)
 
 
-def _tensorboard(sweep: Stored, runs: list[Run]) -> str:
+def _tensorboard(sweep: StoredSweep, runs: list[Run]) -> str:
     from torch.utils.tensorboard import SummaryWriter
 
     origin = "\n".join(f"- {line}" for line in provenance.lines(sweep.results))
@@ -89,7 +89,7 @@ def _tensorboard(sweep: Stored, runs: list[Run]) -> str:
     return f"TensorBoard: tensorboard --logdir {logs}"
 
 
-def _wandb(sweep: Stored, runs: list[Run]) -> str:
+def _wandb(sweep: StoredSweep, runs: list[Run]) -> str:
     import wandb
 
     quiet = ("silent", "disable_git", "disable_code", "x_disable_stats", "x_disable_meta")
