@@ -8,7 +8,7 @@ from typing import Any
 
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
-from ampatch.sweep.execution.directory import clear, record_of
+from ampatch.sweep.execution.directory import delete_sweep_files, results_in
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
@@ -192,11 +192,11 @@ class Tuning:
     def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
         """The trials in the directory; with `overwrite` earlier probes and timings are deleted."""
         for name in (PROBE, SPEED):
-            record_of(self.directory / name)  # raises for a folder of other files
+            results_in(self.directory / name)  # raises for a folder of other files
         trials = Trials(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):
-                clear(self.directory / name)
+                delete_sweep_files(self.directory / name)
         return trials
 
     def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:

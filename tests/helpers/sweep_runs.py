@@ -92,7 +92,7 @@ class Said(Progress):
     def ended(self, run):
         self.events.append(run.trial.label)
 
-    def said(self, text):
+    def show_note(self, text):
         self.events.append(text)
 
 

@@ -105,7 +105,7 @@ def test_each_advice_does_what_it_says(kind, words, machine, capsys):
             assert {row.seeds for row in results.rows} == {int(value)}
         else:
             assert flag == "--budget" and results.settings["seeds"] == 5
-            has_all = any(f"--budget {value} has all" in note for note in before.notes)
+            has_all = any(f"--budget {value} runs all" in note for note in before.notes)
             assert min(row.seeds for row in results.rows) >= (5 if has_all else 3)
         assert before.options.keys() - {"budget"} <= results.options.keys()
     assert followed, results.recommendation

@@ -185,7 +185,7 @@ def test_of_autocast_and_o1_the_one_that_the_script_has_is_named(kind, named):
 def test_one_number_as_each_difference():
     said = advice(("O1", [-0.05] * 3, LOSSES, 1.5), base=[0.8, 0.9, 0.85])
     assert said.startswith(SO_FAR)
-    assert "its accuracy is -0.05 off with each of 3 seeds" in said
+    assert "its accuracy differs by -0.05 with each of 3 seeds" in said
     said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=BASE[:2], losses=LOSSES[:2])
     assert "the same accuracy with 2 seeds says little. To settle it: --resume --seeds 3" in said
     said = advice(("O1", [0.0] * 3, LOSSES, 1.5))  # three seeds without scatter say enough

@@ -13,7 +13,7 @@ from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
 from ampatch.sweep.execution import coordinator, engines
 from ampatch.sweep.execution import plan as planning
-from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
+from ampatch.sweep.execution.engines.protocol import Ended, Lost, Progressed, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.placement import Placement, device_groups
 from ampatch.sweep.execution.runner import TrialProgress
@@ -42,7 +42,7 @@ class Engine:
         steps = self.script.get(trial.label, ["end"])
         if steps and steps[0] == "step":
             steps.pop(0)
-            return [Started(trial), Reached(trial, TrialProgress(1, 0.5))]
+            return [Started(trial), Progressed(trial, TrialProgress(1, 0.5))]
         self.running.pop(0)
         if steps == ["lost"]:
             return [Lost(trial, "gone")]
@@ -208,6 +208,8 @@ def test_lost_trials_are_named_when_the_others_have_run(tmp_path, monkeypatch):
     engine = Cluster({"O0 seed 0": ["step", "lost"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
     sweep = planned(tmp_path, "", levels=["O0"], seeds=2, jobs=2)
-    with pytest.raises(SweepError, match=r"Lost with their workers: O0 seed 0 \(gone\). --resume"):
+    with pytest.raises(
+        SweepError, match=r"lost because their workers died: O0 seed 0 \(gone\). --resume"
+    ):
         sweep.run()
     assert [run.trial.seed for run in sweep.runs] == [1]

@@ -304,7 +304,7 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
     for active in states:
         status = native.Status(active, "")
         monkeypatch.setattr(native, "status", lambda status=status: status)
-        state = machine.state_of_the_machine()
+        state = machine.machine_conditions()
         assert (state["load_at_start"], state["threads"]) == (2.5, torch.get_num_threads())
         more = {"load_at_end": 0.5, "cores": 64, "threads": 2}
         runs.append(run_of(Trial(BASE), machine={**state, **more}))
@@ -347,7 +347,7 @@ def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypa
         environment.update(env)
         raise KeyboardInterrupt
 
-    for name in runner.KEEP_MEMORY:
+    for name in runner.MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     environment = {}
@@ -355,5 +355,5 @@ def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypa
     monkeypatch.setattr(runner, "subprocess", processes)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path).run()
-    expected = {**runner.KEEP_MEMORY, "MALLOC_TOP_PAD_": "1"}
+    expected = {**runner.MALLOC_VARIABLES, "MALLOC_TOP_PAD_": "1"}
     assert {name: environment.get(name) for name in expected} == expected

@@ -163,7 +163,7 @@ def test_trials_start_cold_where_a_fork_would_differ(said, tmp_path):
         import sys
         from ampatch.sweep.execution import fork_server, seeding
         seeding.seed_everything(0)
-        obstacle = fork_server.obstacle(["broken", "library", "of_the_script"], {variables})
+        obstacle = fork_server.import_modules(["broken", "library", "of_the_script"], {variables})
         print(repr(obstacle), seeding.words_drawn(), "")
         print("library" in sys.modules, "broken" in sys.modules, "beside" in sys.modules)
     """

@@ -23,9 +23,9 @@ import torch
 
 from ampatch.errors import AmpatchError
 from ampatch.session import facade
-from ampatch.sweep.execution.script_lines import own_line
+from ampatch.sweep.execution.script_lines import script_line
 
-MOST_LINES = 20  # of `AutocastOff.lines`
+MAX_LINES = 20  # of `AutocastOff.lines`
 
 
 class AutocastOff:
@@ -109,8 +109,8 @@ class AutocastOff:
     def record(self, half: str, frame: Any) -> None:
         """Record that the script enters torch.autocast in a half dtype at `frame`."""
         self.dtypes += [half] if half not in self.dtypes else []
-        line = own_line(frame) or "a library"
-        if line not in self.lines and len(self.lines) < MOST_LINES:
+        line = script_line(frame) or "a library"
+        if line not in self.lines and len(self.lines) < MAX_LINES:
             self.lines.append(line)
 
 

@@ -43,7 +43,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.execution.seeding import OwnSeeds, draw_words, seed_everything
+from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything, skip_random_words
 from ampatch.sweep.json_files import restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.recorder import Recorder
@@ -69,31 +69,31 @@ def run(request: dict[str, Any]) -> int:
     """Run the trial of this request; returns the exit code."""
     runner, trial = restored(Runner, request["runner"]), restored(Trial, request["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
-    is_ranked = runner.processes is not None
-    rank = int(os.environ["RANK"]) if is_ranked else 0
-    _end_with_parent(request["guard"], is_ranked)
+    under_torchrun = runner.processes is not None
+    rank = int(os.environ["RANK"]) if under_torchrun else 0
+    _end_with_parent(request["guard"], under_torchrun)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    training = _Training(runner, trial.case, None if rank else files.progress)
+    training = _TrainingSetup(runner, trial.case, None if rank else files.progress)
     training.start()
     if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    draw_words(request.get("drawn", 0))  # as the imports of the server did
+    skip_random_words(request.get("drawn", 0))  # as the imports of the server did
     own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
     own_seeds.watch()
-    record = None if rank else _Record(files.record, training, own_seeds)
+    record = None if rank else _MeasuredWriter(files.record, training, own_seeds)
     before = dict(os.environ)
     ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
     if request["imports"] and not ending.exit_code:
-        imports = {"modules": _site_package_modules(), "variables": changes(before)}
+        imports = {"modules": _site_package_modules(), "variables": changed_variables(before)}
         write_json(files.imports, imports)
-    if is_ranked:
+    if under_torchrun:
         ranks.record_ending(ending.error)
     if record is not None:
         record.write(ending.error)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    if is_ranked:
+    if under_torchrun:
         late_threads.let_groups_finish()
     # Without this C++ may abort the process at its end.
     late_threads.wait_until_idle(device_figures.used())
@@ -118,14 +118,14 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
     return ending
 
 
-class _Record:
+class _MeasuredWriter:
     """The file of what was measured, written at the script's end.
 
     Threads and exit handlers of the script may train or log after that.  The exit handler of this
     class was registered first, so it runs last and adds what they did.
     """
 
-    def __init__(self, path: Path, training: _Training, own_seeds: OwnSeeds) -> None:
+    def __init__(self, path: Path, training: _TrainingSetup, own_seeds: OwnSeeds) -> None:
         self._path, self._training, self._own_seeds = path, training, own_seeds
         self._error = ""
         self._written_notices: int | None = None  # the recorder's `notices` at the last write
@@ -158,7 +158,7 @@ class _Record:
             late_threads.wait_until_idle(device_figures.used())
 
 
-class _Training:
+class _TrainingSetup:
     """Sets the training up for the case, and connects the recorder.
 
     `progress` is the file for the trial's progress; None in ranks other than the first.
@@ -243,7 +243,7 @@ def _end_without_initialize() -> None:
     ampatch.observe(SimpleNamespace(on_initialize=lambda properties: hook.remove()))
 
 
-def changes(before: Mapping[str, str]) -> dict[str, str]:
+def changed_variables(before: Mapping[str, str]) -> dict[str, str]:
     """The variables that are new, or have another value than `before`."""
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
@@ -258,7 +258,7 @@ def _site_package_modules() -> list[str]:
     ]
 
 
-def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
+def _end_with_parent(pipe: int | None, under_torchrun: bool) -> None:
     """Have this process and its children killed when the sweep's process has ended.
 
     Another process of the same group waits for the pipe to close.  A thread cannot do
@@ -266,7 +266,7 @@ def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
     """
     if pipe is None:
         return
-    if is_ranked:  # torchrun passes no open files on
+    if under_torchrun:  # torchrun passes no open files on
         pipe = os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
     subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
     os.close(pipe)

@@ -73,11 +73,11 @@ class CollectedRuns:
         runs, options, plan = self.runs, self._options, self._plan
         rows = summarize(runs, options.judge, options.better, self._margin)
         self._stems |= dict.fromkeys(trial.file_stem for trial in plan.possible)
-        trouble = notes.baseline_trouble(self._script, plan.kind)
+        trouble = notes.half_baseline_recommendation(self._script, plan.kind)
         all_notes = [  # what matters most comes first
             *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
-            *notes.other_notes(options, plan, runs, rows, len(runs) == self.planned),
+            *notes.measurement_notes(options, plan, runs, rows, len(runs) == self.planned),
         ]
         return Results(
             script=self._script,
@@ -95,7 +95,7 @@ class CollectedRuns:
             recommendation=trouble or recommendation(rows, plan.kind, plan.resume_options()),
             notes=[note for note in all_notes if note],
             provenance={**self._provenance, **machine.devices(runs)},
-            plan=plan.to_resume(),
+            plan=plan.resume_record(),
             options=self._recorded,
             trials=list(self._stems),
             files=[*options.files],

@@ -69,13 +69,13 @@ class RunFiles:
         for path in vars(self).values():
             _remove(path)
 
-    def remove_unfinished(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Delete the files that exist only while the trial runs."""
         for path in (self.record, self.progress, self.imports, self.ranks):
             _remove(path)
 
     @contextlib.contextmanager
-    def own_directory(self) -> Iterator[None]:
+    def script_directory(self) -> Iterator[None]:
         """The script's directory; removed at the end of the block if nothing was written."""
         self.directory.mkdir(parents=True)
         try:
@@ -109,7 +109,7 @@ def choose(out: str | Path | None, title: str, takes_existing: bool) -> Path:
     return last if last and takes_existing else path
 
 
-def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
+def results_in(path: Path, files: Sequence[str] = ()) -> Results | None:
     """The record of the sweep in a folder; None if the folder is empty or does not exist.
 
     Changes nothing.  Raises `ValueError` for a folder with other files and no record, and if one of
@@ -130,7 +130,7 @@ def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
     return record
 
 
-def clear(path: Path) -> None:
+def delete_sweep_files(path: Path) -> None:
     """Delete the files of the sweep in a folder, except its record, and no other files."""
     record = read_results(path)
     if record is None:
@@ -159,10 +159,10 @@ class Directory:
         self._lock = _lock_directory(self, path)
         try:
             with _with_remedy(path):
-                record = record_of(path, options.files)
+                record = results_in(path, options.files)
                 self.earlier = None if options.overwrite else record
                 if self.earlier is None:
-                    clear(path)
+                    delete_sweep_files(path)
                 else:
                     self._check(self.earlier, options.resume)
         except BaseException:

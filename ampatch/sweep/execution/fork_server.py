@@ -3,7 +3,7 @@
     python -m ampatch.sweep.execution.fork_server PIPE
 
 It only imports, so a forked trial differs from one that starts cold only in `sys.modules`.
-`obstacle` finds the cases in which that is not so.
+`import_modules` finds the cases in which that is not so.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     pipe = Connection(int(argv[0]))
     before = dict(os.environ)
     seeding.seed_everything(0)
-    reason = obstacle(**pipe.recv())
+    reason = import_modules(**pipe.recv())
     drawn = seeding.words_drawn()
     pipe.send(reason or "an import draws random numbers" * (drawn is None))
-    set_by_imports = child.changes(before)
+    set_by_imports = child.changed_variables(before)
     while True:
         try:
             request, environment = pipe.recv()
@@ -54,21 +54,21 @@ def main(argv: Sequence[str]) -> int:
     return child.run({**request, "guard": guard, "drawn": drawn})
 
 
-def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
+def import_modules(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     """Import these modules; returns why a forked process would differ from a cold one, or "".
 
     `variables` are the environment variables that a cold run had set when it ended.
     """
     before = dict(os.environ)
     known = set(sys.modules)
-    apex = _Apex()
+    apex = _ApexImportRecorder()
     sys.meta_path.insert(0, apex)
     own_folder = [] if getattr(sys.flags, "safe_path", False) else [sys.path.pop(0)]
     for name in modules:
         _import(name)
     sys.path[:0] = own_folder
     sys.meta_path.remove(apex)
-    by_imports = child.changes(before)
+    by_imports = child.changed_variables(before)
     by_script = [name for name in variables if by_imports.get(name) != variables[name]]
     if by_script:
         return f"{by_script[0]} is set in the script, and may be read at an import after that"
@@ -79,7 +79,7 @@ def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     return "" if _survives_fork() else "an import has touched a device, or started a thread"
 
 
-class _Apex:
+class _ApexImportRecorder:
     """Finds no module, and records whether apex is imported: in trials that is ampatch's own."""
 
     is_imported = False

@@ -54,7 +54,7 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
     return f"{note} {plan.kind.needs}." if asks_for_all else note
 
 
-def other_notes(
+def measurement_notes(
     options: SweepOptions,
     plan: Plan,
     runs: Sequence[Run],
@@ -102,7 +102,7 @@ def tune_note(
     )
 
 
-def baseline_trouble(script: str, kind: Kind) -> str:
+def half_baseline_recommendation(script: str, kind: Kind) -> str:
     """Why O0 is no FP32 baseline; "" if it is one."""
     if not kind.half_weights:
         return ""

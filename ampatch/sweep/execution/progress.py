@@ -30,7 +30,7 @@ class Progress:
         `seconds` is about how long this trial and those after it take; None: unknown.
         """
 
-    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
+    def progressed(self, trial: Trial, steps: int, loss: float | None) -> None:
         """A running trial has taken this number of steps; `loss` is its latest, if known."""
 
     def ended(self, run: Run) -> None:
@@ -39,7 +39,7 @@ class Progress:
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial will have no run, because its worker died in every attempt."""
 
-    def said(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         """A note for the user while the sweep runs."""
 
 
@@ -65,7 +65,7 @@ class Lines(Progress):
         self._end = None if seconds is None else time.monotonic() + seconds
         self._show(trial, "started")
 
-    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
+    def progressed(self, trial: Trial, steps: int, loss: float | None) -> None:
         if self._is_terminal:
             self._show(trial, f"step {steps}" + ("" if loss is None else f", loss {loss:.4g}"))
 
@@ -75,7 +75,7 @@ class Lines(Progress):
     def lost(self, trial: Trial, reason: str) -> None:
         self._say(trial, f"lost: {reason}")
 
-    def said(self, text: str) -> None:
+    def show_note(self, text: str) -> None:
         self.shown.append(text)
         self._write(f"Note: {text}\n")
 

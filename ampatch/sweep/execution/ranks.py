@@ -40,7 +40,7 @@ def launcher(processes: int, folder: Path) -> list[str]:
     ]
 
 
-def explained(measured: Measured | None, files: RunFiles) -> Measured:
+def with_rank_errors(measured: Measured | None, files: RunFiles) -> Measured:
     """What a failed trial measured, with the error of the rank that failed first.
 
     Appends the output of the other ranks to the log.

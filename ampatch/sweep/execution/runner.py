@@ -24,7 +24,7 @@ from ampatch.sweep.cases_and_trials import SEED_VARIABLE, placeholders
 from ampatch.sweep.execution import ranks, user_files
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.placement import Placement
-from ampatch.sweep.execution.warm_starts import POLL, Forked, WarmStarts
+from ampatch.sweep.execution.warm_starts import POLL, ForkedTrial, WarmStarts
 from ampatch.sweep.json_files import plain, read_json, restored, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
@@ -108,7 +108,7 @@ class Runner:
             user_files.change_times(folders, sweep_folder) if is_first and not self.in_copy else {}
         )
         copy = user_files.copy_of(here, files.copy, sweep_folder) if self.in_copy else nullcontext()
-        with copy, files.own_directory(), self._child(trial, files, placement, control) as child:
+        with copy, files.script_directory(), self._child(trial, files, placement, control) as child:
             started, clock = time.monotonic(), time.time()
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
@@ -116,7 +116,7 @@ class Runner:
         after = user_files.change_times(folders, sweep_folder) if before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
-            measured = ranks.explained(measured, files)
+            measured = ranks.with_rank_errors(measured, files)
         run = Run(
             trial,
             child.returncode,
@@ -136,7 +136,7 @@ class Runner:
         write_json(files.run, run.to_json())
         if control.warm is not None:
             control.warm.learn(read_json(files.imports))
-        files.remove_unfinished()
+        files.remove_temporary_files()
         return run
 
     def _measured(self, files: RunFiles) -> Measured | None:
@@ -150,7 +150,7 @@ class Runner:
     @contextmanager
     def _child(
         self, trial: Trial, files: RunFiles, placement: Placement, control: TrialControl
-    ) -> Iterator[subprocess.Popen[bytes] | Forked]:
+    ) -> Iterator[subprocess.Popen[bytes] | ForkedTrial]:
         """The running child; the end of the block ends it, and every process that it started.
 
         The child has a session of its own, so that one signal reaches the processes it
@@ -159,7 +159,7 @@ class Runner:
         guard, write_end = os.pipe() if hasattr(os, "killpg") else (None, None)
         request = {"runner": self, "trial": trial, "guard": guard, "imports": False}
         environment = placement.apply(_environment(trial, files))
-        child: subprocess.Popen[bytes] | Forked | None = None
+        child: subprocess.Popen[bytes] | ForkedTrial | None = None
         try:
             with files.log.open("wb") as log:
                 # A framework's script starts cold: the integration must be imported first.
@@ -204,11 +204,11 @@ class Runner:
 def _import_seconds(child: object, clock: float, measured: Measured | None) -> float:
     """Seconds from `clock`, when the process began, until torch was imported; 0 for a fork."""
     began = measured.machine.get("began") if measured else None
-    return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)
+    return 0.0 if began is None or isinstance(child, ForkedTrial) else max(0.0, began - clock)
 
 
 def _wait(
-    child: subprocess.Popen[bytes] | Forked,
+    child: subprocess.Popen[bytes] | ForkedTrial,
     files: RunFiles,
     started: float,
     timeout: float | None,
@@ -223,7 +223,7 @@ def _wait(
     return True
 
 
-def _end(child: subprocess.Popen[bytes] | Forked, control: TrialControl) -> None:
+def _end(child: subprocess.Popen[bytes] | ForkedTrial, control: TrialControl) -> None:
     """Ask the child to end, then end it with everything it started."""
     _signal(child, signal.SIGTERM)
     try:
@@ -235,7 +235,7 @@ def _end(child: subprocess.Popen[bytes] | Forked, control: TrialControl) -> None
         child.wait()
 
 
-def _signal(child: subprocess.Popen[bytes] | Forked, number: int) -> None:
+def _signal(child: subprocess.Popen[bytes] | ForkedTrial, number: int) -> None:
     """Send a signal to the child's process group, or to the child where there are no groups."""
     if not hasattr(os, "killpg"):
         child.send_signal(number)
@@ -246,7 +246,7 @@ def _signal(child: subprocess.Popen[bytes] | Forked, number: int) -> None:
         return  # the whole group has ended
 
 
-KEEP_MEMORY = {
+MALLOC_VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),  # bytes; the most that glibc takes
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**27),
@@ -261,7 +261,7 @@ often as in others: the same step then takes 10 to 20 % longer, at any opt level
 def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
     fixed = {"AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    environment = {**KEEP_MEMORY, **os.environ, **fixed}
+    environment = {**MALLOC_VARIABLES, **os.environ, **fixed}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ampatch.device_figures import seeding_functions
-from ampatch.sweep.execution.script_lines import own_line
+from ampatch.sweep.execution.script_lines import script_line
 
-_MOST_WORDS = 64
+_MAX_WORDS = 64
 _SEEDING_FUNCTIONS = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
@@ -44,18 +44,18 @@ def seed_everything(seed: int) -> None:
 def words_drawn() -> int | None:
     """How many words imports have drawn from `random` since `seed_everything(0)`; `rich` draws one.
 
-    None if they are more than `_MOST_WORDS`, or if another generator was used.
+    None if they are more than `_MAX_WORDS`, or if another generator was used.
     """
     states = _states()
     seed_everything(0)
-    for count in range(_MOST_WORDS):
+    for count in range(_MAX_WORDS):
         if _states() == states:
             return count
-        draw_words(1)
+        skip_random_words(1)
     return None
 
 
-def draw_words(words: int) -> None:
+def skip_random_words(words: int) -> None:
     """Draw this number of 32-bit words, and drop them."""
     random.getrandbits(32 * words)
 
@@ -104,7 +104,7 @@ class OwnSeeds:
     def _seed_to_set(self, name: str, seed: Any) -> Any:
         """Record the script's seed; returns the seed to set."""
         if not self.first_call and repr(seed) != repr(self._seed):
-            line = own_line(sys._getframe(1)) or "a library"
+            line = script_line(sys._getframe(1)) or "a library"
             self.first_call = f"{name}({repr(seed)[:40]}) at {line}"
         return self.seed_for_trial(seed) if self._override else seed
 

@@ -15,7 +15,7 @@ from ampatch.sweep.cases_and_trials import counts_its_steps
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.coordinator import Coordinator, SweepError
-from ampatch.sweep.execution.directory import Directory, choose, record_of
+from ampatch.sweep.execution.directory import Directory, choose, results_in
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.placement import device_groups
 from ampatch.sweep.execution.plan import Plan
@@ -55,7 +55,7 @@ class Sweep:
         path = choose(
             sweep_options.out, self._program.title, sweep_options.resume or sweep_options.overwrite
         )
-        record = record_of(path, sweep_options.files)
+        record = results_in(path, sweep_options.files)
         earlier = record if sweep_options.resume else None
         if sweep_options.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
@@ -156,7 +156,7 @@ class Sweep:
             display, engine = progress or Progress(), engines.make(self._options)
             with display, engine:
                 if self._resume_note:
-                    display.said(self._resume_note)
+                    display.show_note(self._resume_note)
                 self._coordinator.run(runner, engine, display)
         except EngineError as error:
             raise SweepError(str(error)) from None

@@ -43,7 +43,7 @@ class WarmStarts:
         environment: Mapping[str, str],
         files: Sequence[int],
         check: Callable[[], None],
-    ) -> Forked | None:
+    ) -> ForkedTrial | None:
         """A forked trial; None if it has to start cold.
 
         `files` are the descriptors of its log and its guard.  `check` is called repeatedly while
@@ -59,7 +59,7 @@ class WarmStarts:
             self._pipe.send((request, environment))
             for file in files:
                 send_handle(self._pipe, file, self._server.pid)
-            return Forked(self._pipe)
+            return ForkedTrial(self._pipe)
         except (EOFError, OSError):  # the server is gone
             self._pipe = None
             return None
@@ -89,7 +89,7 @@ class WarmStarts:
         self._pipe = pipe if pipe.recv() == "" else None
 
 
-class Forked:
+class ForkedTrial:
     """A forked trial, with the methods of `subprocess.Popen` that a `Runner` uses."""
 
     def __init__(self, pipe: Any) -> None:

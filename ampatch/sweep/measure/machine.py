@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def state_of_the_machine() -> dict[str, Any]:
+def machine_conditions() -> dict[str, Any]:
     """What timings depend on, for the record of a run: native part, load, threads."""
     return {
         "began": time.time(),  # seconds

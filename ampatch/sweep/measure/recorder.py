@@ -13,7 +13,7 @@ import ampatch
 from ampatch.device_figures import name_of
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
-from ampatch.sweep.measure.machine import load, state_of_the_machine
+from ampatch.sweep.measure.machine import load, machine_conditions
 from ampatch.sweep.measure.readings import Readings, Track, peak_memory
 from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
@@ -34,7 +34,7 @@ class Recorder:
     ) -> None:
         self._report = report
         self._steps = steps
-        self._machine = state_of_the_machine()
+        self._machine = machine_conditions()
         self._started = time.monotonic()
         self._reported = 0.0
         self.notices = 0  # of sessions, steps and metrics

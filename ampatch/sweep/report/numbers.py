@@ -11,7 +11,7 @@ MISSING = "-"
 _SMALL = 1e-3  # below this four decimals would show nothing
 _LARGE = 1e7  # from here on the scientific form is used
 _SMALL_RATIO = 0.1
-_MOST_DECIMALS = 6
+_MAX_DECIMALS = 6
 
 
 def mean(values: Sequence[float]) -> float:
@@ -52,7 +52,7 @@ def plus_minus(value: float | None, sd: float | None) -> str:
     if max(abs(value), sd) >= _LARGE:
         return f"{quantity(value)} ± {sd:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(sd)))
-    if decimals > _MOST_DECIMALS:
+    if decimals > _MAX_DECIMALS:
         return f"{value:.3g} ± {sd:.1e}"
     return f"{value:.{decimals}f} ± {sd:.{decimals}f}"
 

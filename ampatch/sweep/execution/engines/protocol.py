@@ -19,7 +19,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Reached:
+class Progressed:
     """How far the trial has come."""
 
     trial: Trial
@@ -49,7 +49,7 @@ class Failed:
     error: BaseException
 
 
-Event = Started | Reached | Ended | Lost | Failed
+Event = Started | Progressed | Ended | Lost | Failed
 
 
 class EngineError(RuntimeError):

@@ -31,7 +31,7 @@ from ampatch.sweep.execution.engines.protocol import (
     Event,
     Failed,
     Lost,
-    Reached,
+    Progressed,
     Started,
 )
 from ampatch.sweep.execution.placement import THREADS, Placement
@@ -253,7 +253,7 @@ def _run(
         exceptions.RayActorError
     ):  # as in `_new_events`; the result tells it too
         ray.get(board.put.remote(Started(trial)))
-    control = TrialControl(lambda progress: board.put.remote(Reached(trial, progress)))
+    control = TrialControl(lambda progress: board.put.remote(Progressed(trial, progress)))
     with tempfile.TemporaryDirectory(prefix="ampatch-trial-") as folder:
         runner = dataclasses.replace(runner, directory=Path(folder))
         log = RunFiles.of(runner.directory, trial).log

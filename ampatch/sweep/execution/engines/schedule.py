@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Progressed, Started
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.trial import Trial
 
@@ -61,7 +61,7 @@ class Schedule:
             engine.submit(runner, trial, alone)
 
     def _update(self, event: Event) -> None:
-        if isinstance(event, Reached):
+        if isinstance(event, Progressed):
             self._has_trained = self._has_trained or event.progress.steps > 0
         elif not isinstance(event, Started):
             self._running.remove(event.run.trial if isinstance(event, Ended) else event.trial)
