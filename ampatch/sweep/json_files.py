@@ -1,7 +1,7 @@
 """Files that are written completely or not at all, and JSON with inf and NaN.
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf".
-`restored` converts them back, and dictionaries to dataclasses.
+`from_json` converts them back, and dictionaries to dataclasses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 def write_json(path: Path, data: Any) -> None:
     """Write `data`; a reader finds the whole file or none."""
-    text = json.dumps(plain(data), indent=1, allow_nan=False)
+    text = json.dumps(to_json(data), indent=1, allow_nan=False)
     write_whole(path, text + "\n")
 
 
@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """`value` for JSON: dataclasses as dictionaries, non-finite floats and paths as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -45,13 +45,13 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     return value
 
 
-def restored(target: Any, data: Any) -> Any:
+def from_json(target: Any, data: Any) -> Any:
     """The value of the type `target`, a dataclass or the type of a field, from its JSON."""
     convert = _converter(target)
     return data if convert is None else convert(data)
@@ -65,7 +65,7 @@ def _converter(target: Any) -> Callable[[Any], Any] | None:
     if dataclasses.is_dataclass(target):
         hints = typing.get_type_hints(target)
         return lambda data: target(
-            **{name: restored(hints[name], data[name]) for name in data.keys() & hints}
+            **{name: from_json(hints[name], data[name]) for name in data.keys() & hints}
         )
     origin, type_arguments = typing.get_origin(target), typing.get_args(target)
     if origin in (typing.Union, types.UnionType):

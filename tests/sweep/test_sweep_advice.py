@@ -14,7 +14,7 @@ from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import read_results
 from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.json_files import plain
+from ampatch.sweep.json_files import to_json
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.output_metrics import metric_hint, read_metrics
 from ampatch.sweep.measure.run_record import Series
@@ -223,7 +223,7 @@ def test_the_summary_is_all_of_the_output_with_json(machine, capsys):
     words = ["--levels", "O0,O1", "--seeds", "2", "--metric", r"acc=acc (\S+)"]
     results = sweep("--json", *words)
     said = capsys.readouterr()
-    assert json.loads(said.out) == plain(results.to_json())
+    assert json.loads(said.out) == to_json(results.to_json())
     assert "[1/" in said.err and "Recommendation: " in said.err and "Written to " in said.err
     sweep("--quiet", "--json", "--resume")
     said = capsys.readouterr()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import plain
+from ampatch.sweep.json_files import to_json
 from ampatch.sweep.measure.run_record import Run, read_run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
@@ -49,13 +49,13 @@ class RunFiles:
     """
 
     run: Path
-    record: Path  # written by the child, until the run has ended
+    measured: Path  # written by the child; deleted when the run has ended
     progress: Path
     log: Path  # what the script prints
     directory: Path
-    ranks: Path  # a directory for torchrun, until the run has ended
-    imports: Path  # what a cold run has imported, until it has ended
-    copy: Path  # of the current folder, with --in-copy; after the run, what was written there
+    ranks: Path  # a directory for torchrun; deleted when the run has ended
+    imports: Path  # the imports of a cold run; deleted when the run has ended
+    copy: Path  # with --in-copy: the current folder; after the run only what was written there
 
     @classmethod
     def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
@@ -71,7 +71,7 @@ class RunFiles:
 
     def remove_temporary_files(self) -> None:
         """Delete the files that exist only while the trial runs."""
-        for path in (self.record, self.progress, self.imports, self.ranks):
+        for path in (self.measured, self.progress, self.imports, self.ranks):
             _remove(path)
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class Directory:
 
     def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
         self.path, self.runs = path, path / RUNS
-        self.settings = plain(settings)
+        self.settings = to_json(settings)
         self._lock = _lock_directory(self, path)
         try:
             with _with_remedy(path):
@@ -175,7 +175,7 @@ class Directory:
 
     def add_settings(self, settings: dict[str, Any]) -> None:
         """Add settings that are known only now, or replace them."""
-        self.settings.update(plain(settings))
+        self.settings.update(to_json(settings))
 
     def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:
         """The runs of the sweep that is resumed, without those that a longer timeout may finish."""

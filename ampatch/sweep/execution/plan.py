@@ -26,7 +26,7 @@ from ampatch.sweep.execution.budget import (
     sizes,
 )
 from ampatch.sweep.execution.half_dtypes import measure_half_dtypes
-from ampatch.sweep.json_files import restored
+from ampatch.sweep.json_files import from_json
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
@@ -47,7 +47,7 @@ class Plan:
         self._options = options
         self._recorded = recorded = {} if earlier is None else {**earlier.settings, **earlier.plan}
         self.kind: Kind = (
-            restored(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
+            from_json(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
         )
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
         self.cases = self._make_cases()  # raises before anything is measured

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.log import logger
-from ampatch.sweep.json_files import plain, read_json, restored
+from ampatch.sweep.json_files import from_json, read_json, to_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
@@ -89,7 +89,7 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         fields = dict(vars(self))
-        return plain({"format": FORMAT, "planned": fields.pop("trial"), **fields})
+        return to_json({"format": FORMAT, "planned": fields.pop("trial"), **fields})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
@@ -97,7 +97,7 @@ class Run:
         if data.get("format") != FORMAT:
             raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
         fields = {name: value for name, value in data.items() if name not in ("format", "planned")}
-        return restored(cls, {"trial": data["planned"], **fields})
+        return from_json(cls, {"trial": data["planned"], **fields})
 
 
 def read_run(path: Path) -> Run | None:

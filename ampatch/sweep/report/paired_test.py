@@ -23,8 +23,8 @@ SIGNIFICANCE_LEVEL = 0.05  # for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8  # the probability with which a test finds `smallest_detectable`
 MIN_TEST_SEEDS = 3
-"""Seeds that a test needs.  In simulated sweeps three seeds showed 93 % of the rows that equal O0 to
-be within the margin, two seeds 37 %.
+"""Seeds that a test needs.  In simulated sweeps three seeds showed 93 % of the rows that equal O0
+to be within the margin, two seeds 37 %.
 """
 RELATIVE_TOLERANCE = 1e-9  # differences whose scatter is less, relative to the values, are constant
 

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2  # torch depends on it
 from pandas import DataFrame
 
-from ampatch.sweep.json_files import plain, write_json, write_whole
+from ampatch.sweep.json_files import to_json, write_json, write_whole
 from ampatch.sweep.report import provenance
 from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
@@ -56,7 +56,7 @@ def as_csv(results: Results) -> str:
     Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
     figures come from.  Comments at the top would be an error to most programs.
     """
-    lines = DataFrame([plain(_csv_line(row)) for row in results.rows], dtype=object)
+    lines = DataFrame([to_json(_csv_line(row)) for row in results.rows], dtype=object)
     for name, text in provenance.facts(results).items():
         lines[f"from:{name.replace(',', '').replace(' ', '_')}"] = text
     return lines.to_csv(index=False, lineterminator="\n")

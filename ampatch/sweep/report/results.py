@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import read_json, restored
+from ampatch.sweep.json_files import from_json, read_json
 from ampatch.sweep.measure.run_record import FORMAT, OTHER_FORMAT, Run, read_run
 
 SUMMARY = "summary.json"
@@ -189,7 +189,7 @@ class Results:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Results:
-        return restored(cls, data)
+        return from_json(cls, data)
 
 
 @dataclass(frozen=True)
