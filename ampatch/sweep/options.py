@@ -159,7 +159,7 @@ class SweepOptions:
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1
 
     @property
-    def copies(self) -> bool:
+    def runs_in_copies(self) -> bool:
         """Whether each trial runs in a copy of the current folder."""
         is_usual = self.side_by_side and self.engine == "local"
         return is_usual if self.in_copy is None else self.in_copy

@@ -106,7 +106,7 @@ from ampatch.sweep.json_files import to_json
 from ampatch.sweep.trial import BASE
 
 runner = Runner(Program("late.py"), [], Path())
-order = {"runner": runner, "trial": Trial(BASE), "guard": None, "imports": False}
+order = {"runner": runner, "trial": Trial(BASE), "guard": None, "list_imports": False}
 assert child.run(json.loads(json.dumps(to_json(order)))) == 0
 script = sys.modules["__main__"]
 assert script.late

@@ -67,7 +67,8 @@ def test_in_a_copy_the_folder_stays_as_it_is(folder):
         assert (copy / "runs/log.txt").read_text() == level
     [note] = [note for note in sweep.results.notes if "in a copy" in note]
     assert note.endswith(
-        "stays in runs/*.copy. Linked, not copied, is what is hidden or large: .git."
+        "stays in runs/*.copy. Hidden folders, links and large entries are linked, not copied: "
+        ".git."
     )
 
 

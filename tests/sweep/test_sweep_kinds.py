@@ -269,12 +269,14 @@ IN_THE_SCRIPT = {
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
     needs(framework)
-    *imports, _ = Kind(FRAMEWORK, framework).line(()).splitlines()
+    *imports, _ = Kind(FRAMEWORK, framework).setup_lines(()).splitlines()
     script = textwrap.dedent(LOOPS[framework].replace(*IN_THE_SCRIPT[framework]))
     plan = planned(tmp_path, "\n".join([*imports, script]), levels=["O0"], autocast=False)
     kind = plan.run().runs[0].measured.kind
     assert (kind.name, kind.framework) == (AMPATCH, framework)
-    assert Kind(AMPATCH).line(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
+    assert (
+        Kind(AMPATCH).setup_lines(()) == "model, optimizer = ampatch.initialize(model, optimizer)"
+    )
 
 
 @pytest.mark.parametrize("name", [NO_AMP, TORCH_AMP])

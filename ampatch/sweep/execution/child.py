@@ -43,7 +43,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.execution.seeding import OwnSeeds, seed_everything, skip_random_words
+from ampatch.sweep.execution.seeding import ScriptSeeds, seed_everything, skip_random_words
 from ampatch.sweep.json_files import from_json, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.recorder import Recorder
@@ -80,9 +80,9 @@ def run(request: dict[str, Any]) -> int:
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
     skip_random_words(request.get("drawn", 0))  # as many as the server's imports drew
-    own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
-    own_seeds.watch()
-    writer = None if rank else _MeasuredWriter(files.measured, training, own_seeds)
+    script_seeds = ScriptSeeds(trial.seed, runner.override_seeds)
+    script_seeds.watch()
+    writer = None if rank else _MeasuredWriter(files.measured, training, script_seeds)
     environment_before = dict(os.environ)
     ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
     if request["list_imports"] and not ending.exit_code:
@@ -125,8 +125,8 @@ class _MeasuredWriter:
     class was registered first, so it runs last and adds what they did.
     """
 
-    def __init__(self, path: Path, training: _TrainingSetup, own_seeds: OwnSeeds) -> None:
-        self._path, self._training, self._own_seeds = path, training, own_seeds
+    def __init__(self, path: Path, training: _TrainingSetup, script_seeds: ScriptSeeds) -> None:
+        self._path, self._training, self._script_seeds = path, training, script_seeds
         self._error = ""
         self._written_notices: int | None = None  # the recorder's `notices` at the last write
         self._process = os.getpid()
@@ -146,7 +146,7 @@ class _MeasuredWriter:
         except RuntimeError as device_error:  # a device that has failed returns no more values
             measured = Measured(error=describe(device_error))
         measured.error = error or measured.error
-        measured.own_seed = self._own_seeds.first_call
+        measured.own_seed = self._script_seeds.first_call
         measured.autocast_off = self._training.autocast_off.lines
         measured.kind = self._training.kind()
         measured.casts_nothing = self._training.casts_nothing()

@@ -91,7 +91,7 @@ class Runner:
     override_seeds: bool = False  # derive the script's seeds from the trial's
     processes: int | None = None  # per trial, started by torchrun; None if one without torchrun
     probe: tuple[str, str] | None = None
-    """(module, text): each child imports the module, calls its `start(text, autocast_off, writes)`."""
+    """(module, text): each child imports the module and calls `start(text, autocast_off, ...)`."""
     in_copy: bool = False  # run each trial in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:

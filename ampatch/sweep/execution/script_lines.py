@@ -1,4 +1,4 @@
-"""Which line of the script's own files led to a call: for notes that name it."""
+"""Finds the line of the script's files that led to a call, for notes that name the line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
 
 
 def script_line(frame: FrameType | None) -> str:
-    """`train.py:12`: the line of the script's own files at `frame` or at its callers; "": none."""
+    """`train.py:12`: the line of the script's files at `frame` or at its callers; "" if none."""
     while frame is not None:
         file = _script_file(frame.f_code.co_filename)
         if file:
@@ -34,6 +34,6 @@ def script_line(frame: FrameType | None) -> str:
 
 @functools.cache
 def _script_file(path: str) -> str:
-    """The name of a file of the script's own, or ""."""
+    """The name of the file at this path; "" if the file is part of a library."""
     file = os.path.realpath(path)
     return "" if file.startswith(_LIBRARIES) or not os.path.exists(file) else Path(file).name

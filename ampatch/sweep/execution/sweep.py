@@ -138,7 +138,7 @@ class Sweep:
         running.
         """
         program = self._program
-        if self._options.copies and self._file.resolve().is_relative_to(Path.cwd()):
+        if self._options.runs_in_copies and self._file.resolve().is_relative_to(Path.cwd()):
             here = str(self._file.resolve().relative_to(Path.cwd()))  # its copy runs
             program = program if program.is_module else Program(here)
         runner = Runner(
@@ -150,7 +150,7 @@ class Sweep:
             processes=self._options.nproc_per_node,
             override_seeds=self._options.override_seeds,
             probe=self._options.probe,
-            in_copy=self._options.copies,
+            in_copy=self._options.runs_in_copies,
         )
         try:
             display, engine = progress or Progress(), engines.make(self._options)
