@@ -23,10 +23,10 @@ REPORT_EVERY = 0.5  # seconds
 
 
 class Recorder:
-    """Collects a `Measured` from ampatch's notices; an observer for `ampatch.observe`.
+    """An observer for `ampatch.observe` that collects a `Measured`.
 
-    `report(steps, loss)` is called about twice a second, to show progress.  The script is
-    ended after `steps` steps of one optimizer.
+    `report(steps, loss)` is called about twice a second, to show progress.  The script is ended
+    when an optimizer has taken `steps` steps.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Recorder:
         self._machine = machine_conditions()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # of sessions, steps and metrics
+        self.notices = 0  # number of calls about sessions, steps and metrics
         self._properties: Any = None
         self._training_without_ampatch: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
@@ -75,10 +75,10 @@ class Recorder:
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if is_owned_by_host(device):  # reading it elsewhere waits for the device
+        if is_owned_by_host(device):  # on other devices this read would wait for the device
             self._loss_scale = self._current_scale()
         self._show_progress()
-        # None again if the script goes on because it catches every exception.
+        # It becomes None again if the script catches the exception and goes on.
         self._stopped_at = self._steps if steps == self._steps else None
         if self._stopped_at is not None:
             raise EnoughSteps

@@ -1,7 +1,7 @@
 """What one trial measured, and its JSON file: `DIR/runs/LABEL.seedS.repeatR.json`.
 
 The child writes `Measured`: raw series without averages, so that later versions can compute other
-figures.  `Run` is the parent's record: the trial, how it ended, and what was measured.
+figures.  The parent writes `Run`: the trial, how it ended, and what was measured.
 `report/rows.py` computes the figures of the table.
 """
 
@@ -16,7 +16,7 @@ from ampatch.sweep.json_files import from_json, read_json, to_json
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case, Trial
 
-FORMAT = 4  # increased when a reader of the files has to change
+FORMAT = 4  # increased whenever readers of the files have to change
 OTHER_FORMAT = (
     f"This version reads format {FORMAT}. Read older results with the version of ampatch that "
     "wrote them (their summary.json names it), or run the sweep anew in another folder (--out)."
@@ -25,10 +25,10 @@ OTHER_FORMAT = (
 
 @dataclass
 class Series:
-    """Values in the order they came.
+    """Values in the order in which they were recorded.
 
-    `steps[i]` is how many optimizer steps had been taken before `values[i]`; for numbers in the
-    output it is `i`.  `seconds[i]`, if recorded, is the time on the host since the script started.
+    `steps[i]` is the number of optimizer steps before `values[i]`; for numbers in the output it is
+    `i`.  `seconds[i]`, if recorded, is the time on the host since the script started.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -40,25 +40,25 @@ class Series:
 class Measured:
     """What the child measured in its own process."""
 
-    opt_level: str | None = None  # the level that ran; None: initialize was never called
+    opt_level: str | None = None  # the level that ran; None if initialize was never called
     properties: dict[str, str] = field(default_factory=dict)
-    skipped: list[bool] = field(default_factory=list)  # every managed step, in order
-    step_seconds: list[float | None] = field(default_factory=list)  # since the step before
-    cpu_seconds: list[float | None] = field(default_factory=list)  # the same, as CPU time
-    losses: dict[str, Series] = field(default_factory=dict)  # by loss_id; with seconds
-    metrics: dict[str, Series] = field(default_factory=dict)  # by the script's names
-    loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id: where it changes
-    loss_scale: float | None = None  # loss 0's, at the end
+    skipped: list[bool] = field(default_factory=list)  # whether each step was skipped, in order
+    step_seconds: list[float | None] = field(default_factory=list)  # wall time since the last step
+    cpu_seconds: list[float | None] = field(default_factory=list)  # CPU time since the last step
+    losses: dict[str, Series] = field(default_factory=dict)  # by loss_id, with seconds
+    metrics: dict[str, Series] = field(default_factory=dict)  # by the names in the script
+    loss_scales: dict[str, Series] = field(default_factory=dict)  # by loss_id, only changes
+    loss_scale: float | None = None  # the scale of loss 0 at the end
     device: str | None = None  # "cpu", or the name of the GPU
     memory_bytes: int | None = None
     memory_kind: str = "resident"  # or "device"
-    stopped_at: int | None = None  # the number of --steps, if that ended the script
+    stopped_at: int | None = None  # the number of --steps, if --steps ended the script
     machine: dict[str, Any] = field(default_factory=dict)  # load, threads, native part
     error: str = ""  # the exception that ended the script
-    own_seed: str = ""  # the script's first call that set another seed than the trial's
-    autocast_off: list[str] = field(default_factory=list)  # lines of regions that were off
-    casts_nothing: bool = False  # O1 of a plain script, which trains tensors of no module
-    kind: Kind = UNKNOWN  # the script's, where this run was to recognize it
+    own_seed: str = ""  # the script's first call that set a seed other than the trial's
+    autocast_off: list[str] = field(default_factory=list)  # lines whose autocast regions were off
+    casts_nothing: bool = False  # True if O1 cast nothing, as the script trains no nn.Module
+    kind: Kind = UNKNOWN  # kind of the script, if this run had to recognize it
 
 
 @dataclass
@@ -67,16 +67,16 @@ class Run:
 
     trial: Trial
     exit_code: int
-    seconds: float  # the whole process
-    measured: Measured | None  # None: the process ended without a record
-    ended_by: str = ""  # why the parent ended it, if it did
-    timeout: float | None = None  # seconds, in this run
-    alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
-    imports: float = 0.0  # seconds of imports in a cold start, which warm ones do not take
+    seconds: float  # duration of the whole process
+    measured: Measured | None  # None if the process ended without writing it
+    ended_by: str = ""  # why the parent ended the process, if it did
+    timeout: float | None = None  # seconds that were allowed
+    alone: bool = True  # whether no other trial ran on its devices, so that its times count
+    imports: float = 0.0  # seconds of imports in a cold start, which warm starts do not take
     host: str = ""
-    devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
-    wrote: list[str] = field(default_factory=list)  # O0's first: files in the user's folder
-    linked: list[str] = field(default_factory=list)  # O0's first: links in its copy of the folder
+    devices: tuple[str, ...] = ()  # devices of this run, such as "cuda:1"
+    wrote: list[str] = field(default_factory=list)  # files in the user's folder, by O0's first run
+    linked: list[str] = field(default_factory=list)  # links in the folder's copy, of O0's first run
 
     @property
     def case(self) -> Case:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps were taken or skipped."""
+        """The number of optimizer steps that were taken or skipped."""
         return len(self.measured.skipped) if self.measured else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Run:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
-        """The run; `ValueError` for one in another version's format."""
+        """The run.  Raises `ValueError` for a run in another version's format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a run in format {data.get('format')}. {OTHER_FORMAT}")
         fields = {name: value for name, value in data.items() if name not in ("format", "planned")}
@@ -107,13 +107,13 @@ def read_run(path: Path) -> Run | None:
     """
     try:
         data = read_json(path)
-    except ValueError:  # no JSON, or no text: a disk was full, or the machine lost its power
+    except ValueError:  # no JSON or no text, because a disk was full or the power failed
         data = {}
     if data is None:
         return None
     try:
         return Run.from_json(data) if "format" in data else _damaged(path)
-    except (AttributeError, KeyError, TypeError):  # JSON, and not of a run
+    except (AttributeError, KeyError, TypeError):  # JSON, but not of a run
         return _damaged(path)
 
 

@@ -1,4 +1,4 @@
-"""Engines (`--engine`): they start the trials of a sweep, here or on a Ray cluster."""
+"""Engines (`--engine`) start the trials of a sweep, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ampatch.sweep.options import SweepOptions
 
 
 def make(options: SweepOptions) -> Engine:
-    """The engine that was asked for.
+    """The engine that the options name.
 
     Raises `EngineError` if a cluster cannot be reached or lacks what a trial needs.
     """

@@ -15,7 +15,7 @@ from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs one trial at a time at each of `placements`; those that run alone run at `timed`.
+    """Runs one trial at a time at each of `placements`; trials that run alone, at `timed`.
 
     With `warm` trials are forked from a server, if possible.
     """
