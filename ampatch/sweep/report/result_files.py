@@ -1,6 +1,6 @@
-"""A sweep's results as files: JSON, CSV, Markdown and LaTeX; they are written after each run.
+"""Writes a sweep's results as JSON, CSV, Markdown and LaTeX, after each run.
 
-What a template shows is escaped as its format needs it, unless it is marked as `safe`.
+Values in a template are escaped as its format requires, unless they are marked as `safe`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def write_tables(directory: Path, results: Results) -> None:
 def as_csv(results: Results) -> str:
     """One line for each row; a missing figure is empty.
 
-    Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
-    figures come from.  Comments at the top would be an error to most programs.
+    Metrics have columns `metric:NAME`.  The last columns, `from:NAME`, repeat the provenance of the
+    figures in each line, because most programs refuse comments at the top.
     """
     lines = DataFrame([to_json(_csv_line(row)) for row in results.rows], dtype=object)
     for name, text in provenance.facts(results).items():
@@ -63,7 +63,7 @@ def as_csv(results: Results) -> str:
 
 
 def _csv_line(row: Row) -> dict[str, Any]:
-    """The figures of a row by their columns."""
+    """The figures of a row by column."""
     judged = row.comparisons[0] if row.comparisons else None
     return {
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
@@ -94,16 +94,17 @@ def as_markdown(results: Results) -> str:
 
 
 def as_latex(results: Results) -> str:
-    """The main columns as a `tabular` environment; comments say where they come from."""
+    """The main columns as a `tabular` environment; comments have the provenance."""
     columns = table(results.rows, main=True)
-    sides = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
-    origin = [*provenance.lines(results), *mark_notes(results.rows), r"needs \usepackage{booktabs}"]
-    text = columns.to_latex(index=False, escape=True, column_format=sides).translate(_IN_LATEX)
-    return "".join(f"% {line}\n" for line in origin) + text
+    form = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
+    text = columns.to_latex(index=False, escape=True, column_format=form).translate(_IN_LATEX)
+    facts, marks = provenance.lines(results), mark_notes(results.rows)
+    comments = [*facts, *marks, r"needs \usepackage{booktabs}"]
+    return "".join(f"% {line}\n" for line in comments) + text
 
 
 def render_template(name: str, **values: Any) -> str:
-    """The document `name`, such as `page.html`, with what it shows."""
+    """The document `name`, such as `page.html`, with these values."""
     return _environment(Path(name).suffix).get_template(f"{name}.j2").render(values)
 
 
