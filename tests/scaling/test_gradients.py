@@ -27,16 +27,6 @@ def test_zero_grad_leaves_nothing(whose, to_none, delayed, bad):
     assert same(list(model.parameters()), list(fresh[0].parameters()))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_set_to_none_by_hand_take_the_overflow_with_them(fused):
-    model, optimizer = start("O1", torch.optim.Adam, options={"lr": 0.01, "fused": fused})
-    backward(model, optimizer, data(), math.inf)
-    for parameter in model.parameters():
-        parameter.grad = None
-    optimizer.step()
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("whose, to_none", [("model", False), ("optimizer", True)])
 @pytest.mark.parametrize("when", ["before backward", "after backward"])

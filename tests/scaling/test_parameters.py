@@ -1,4 +1,4 @@
-"""Parameters that are unusual, come late or live elsewhere, and the groups that hold them."""
+"""Parameters that are unusual, complex, come late or live elsewhere, and their groups."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_training import backward, data, pass_back, same, seeded, step, train, values
-from torch import nn
+from torch import Tensor, nn
 
 import ampatch
 
@@ -181,3 +181,63 @@ def test_unused_parameters_on_another_device_do_no_harm(level):
     assert not same(before, values(optimizer)[:4])
     assert model.far.weight.device.type == "meta"
     assert [p.device.type for p in ampatch.master_params(optimizer)] == ["cpu"] * 4 + ["meta"] * 2
+
+
+# Complex weights, as of spectral layers: torch's kernel takes real numbers
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Parameter(torch.randn(6))
+        self.modes = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.lazy = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float() + self.bias
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.modes, n=6)
+        return (x * self.lazy.conj()).abs()  # the gradient of `lazy` is conjugated lazily
+
+
+def trained(level, written, passes=1, foreach=False, **settings):
+    """The weights after a step for each of `written`, which a gradient gets; and the skips."""
+    model = Spectral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=foreach)
+    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    x, skipped = torch.randn(5, 6), []
+    for number in written:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            with ampatch.scale_loss(model(x).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if number is not None:
+                    model.modes.grad[1] = number
+        assert model.lazy.grad.is_conj() or passes > 1
+        optimizer.step()
+        skipped.append(ampatch.step_was_skipped(optimizer))
+    ampatch.deactivate()
+    return [parameter.detach().clone() for parameter in model.parameters()], skipped
+
+
+@pytest.mark.usefixtures("scale_lives_on")
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_they_train_as_without_a_loss_scale(foreach, loss_scale, passes):
+    plain, _ = trained("O1", [None] * 4, passes, foreach, enabled=False)
+    settings = {"loss_scale": loss_scale, "init_scale": 1024.0}
+    weights, skipped = trained("O1", [None] * 4, passes, foreach, **settings)
+    assert skipped == [False] * 4
+    for ours, other in zip(weights, plain, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("scale_lives_on")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("number", [math.inf, complex(0, math.inf), complex(math.nan, 0)])
+def test_they_keep_their_dtype_and_an_overflow_in_one_part_skips_the_step(level, number):
+    weights, skipped = trained(level, [None, number, None], init_scale=16.0)
+    assert [weight.dtype.is_complex for weight in weights] == [False, True, True]
+    assert skipped == [False, True, False]
+    assert all(torch.isfinite(weight).all() for weight in weights)

@@ -7,14 +7,16 @@ import html.parser
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageStat
 from sweep_made import CASES, made_run, made_sweep
 
 import ampatch.sweep
@@ -37,6 +39,7 @@ from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed"]
+NOTE = "A note that is long enough to need more than one line of a phone."
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -73,7 +76,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sweep")
-    results = made_sweep(directory, notes=["Few seeds."])
+    results = made_sweep(directory, notes=[NOTE])
     write_report(directory)
     return directory, results
 
@@ -95,7 +98,7 @@ def test_the_page_holds_everything(written, page):
     results = written[1]
     assert page.text.count("train & <test>.py at several opt levels") == 2  # title and headline
     assert "'a <b> c'" in page.text
-    assert results.recommendation in page.text and "Few seeds." in page.text
+    assert results.recommendation in page.text and NOTE in page.text
     facts = ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "device cpu")
     for text in (*facts, *(row.verdict for row in results.rows)):
         assert text in page.text
@@ -106,7 +109,7 @@ def test_the_page_holds_everything(written, page):
 def test_the_order_of_the_page_and_settings_are_folded(written, page, source):
     verdict = html.escape(written[1].rows[0].verdict)
     table = 'aria-label="Figures per row"'
-    order = ["Recommendation.", "Few seeds.", table, verdict, "Pictures</h2>", "<details>"]
+    order = ["Recommendation.", NOTE, table, verdict, "Pictures</h2>", "<details>"]
     assert [source.count(text) for text in order] == [1] * len(order)
     places = [source.index(text) for text in order]
     assert places == sorted(places)
@@ -458,3 +461,62 @@ def test_latex_compiles_without_a_complaint(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stdout[-2000:]
     assert "Overfull" not in done.stdout and "Missing" not in done.stdout
+
+
+# The page in headless Chromium, as a phone and a desk show it; to be seen in AMPATCH_SCREENSHOTS
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} in PATH"
+)
+WIDTHS = {390: 5200, 1280: 3200, 1400: 3200}  # pixels: heights that hold the whole page
+# A window cannot be as narrow as a phone, a frame can.
+FRAME = """<!DOCTYPE html><title>-</title><iframe id="f" style="width: {width}px; height: 800px;
+border: 0" onload="const page = this.contentDocument;
+for (const one of page.querySelectorAll('details')) one.open = true;
+const boxes = [page.documentElement, ...page.querySelectorAll('.scroll')];
+document.title = 'hidden ' + Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth))"
+srcdoc="{page}"></iframe>"""
+
+
+def chromium(tmp_path, page, *options):
+    return subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--force-device-scale-factor=1", f"--user-data-dir={tmp_path / 'profile'}",
+            *options, page.as_uri(),
+        ],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_drawn(written, tmp_path, width, dark):
+    place = Path(os.environ.get("AMPATCH_SCREENSHOTS", tmp_path))
+    shot = place / f"report-{width}-{'dark' if dark else 'light'}.png"
+    options = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    size = f"--window-size={width},{WIDTHS[width]}"
+    chromium(tmp_path, written[0] / "report.html", size, f"--screenshot={shot}", *options)
+    with Image.open(shot) as image:
+        assert image.width == width
+        corner = image.convert("L").getpixel((2, 2))
+        assert corner < 60 if dark else corner > 240
+        for name in ("headline", "pictures"):
+            part = (0, 0, width, 300) if name == "headline" else (0, 900, width, image.height)
+            assert ImageStat.Stat(image.convert("L").crop(part)).stddev[0] > 10, name
+        colours = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
+        assert (0xD5, 0x5E, 0) in colours  # O2's bars
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_of_the_page_or_its_tables_is_hidden_at_the_side(source, tmp_path, width):
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(width=width, page=html.escape(source)), encoding="utf-8")
+    dom = chromium(tmp_path, frame, "--dump-dom").stdout
+    assert "<title>hidden 0</title>" in dom

@@ -1,6 +1,7 @@
 """Speed: rounds and short runs, and what is told apart; of times made by hand."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import types
@@ -31,11 +32,13 @@ def run_of(trial, ms=10.0, **more):
 def swept(o0, again, o1, seeds=1, cpu=None):
     """The rows of a sweep in whose rounds O0, O0 again and O1 took so many milliseconds.
 
-    `cpu` has the same of CPU time.
+    `cpu` has the same of CPU time.  Without `again` each round is a seed.
     """
-    rounds = sorted({trial.round for trial in trials(ROWS, seeds, rounds=len(o0))})
-    runs = []
-    for trial in trials(ROWS, seeds, rounds=len(o0)):
+    planned = trials(ROWS, seeds, rounds=len(o0))
+    if again is None:
+        planned = [Trial(case, seed) for case in ROWS for seed in range(len(o0))]
+    rounds, runs = sorted({trial.round for trial in planned}), []
+    for trial in planned:
         which, number = 1 if trial.again else 2 * (trial.case != BASE), rounds.index(trial.round)
         fields = {"cpu_seconds": [None, *[cpu[which][number] / 1000] * 39]} if cpu else {}
         runs.append(run_of(trial, (o0, again, o1)[which][number], **fields))
@@ -107,12 +110,9 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
 def test_what_noise_could_have_done_is_not_recommended(again, o1):
     base, row = swept([10] * 3, again, o1)
     assert row.pace == "not told apart" and ", which may be noise: " in row.verdict
-    spans = row.speeds.low < 1 < row.speeds.high
-    why = (
-        "rounds do not agree"
-        if spans
-        else f"runs of O0 itself differed by a factor of {row.reach:.2f}"
-    )
+    why = f"runs of O0 itself differed by a factor of {row.reach:.2f}"
+    if row.speeds.low < 1 < row.speeds.high:
+        why = "rounds do not agree"
     assert why in row.verdict
     advice = recommendation([base, row])
     assert advice.startswith("Stay with O0 for now. Speed: O1 in bfloat16 is ") and why in advice
@@ -120,18 +120,24 @@ def test_what_noise_could_have_done_is_not_recommended(again, o1):
 
 
 @pytest.mark.parametrize(
-    ("again", "o1", "pace"),
+    ("o0", "again", "o1", "pace"),
     [
-        ([10, 14, 13], [300, 400, 350], "slower"),
-        ([10, 14, 13], [3, 3, 3], "faster"),
-        ([12, 12, 13, 12, 40], [4, 4, 4, 4, 4], "not told apart"),  # O0 was 0.25 of itself
-        ([12, 12, 13, 12, 40], [2, 2, 2, 2, 2], "faster"),
-        *(([first, 10, 10], [5, 5, 5], "faster") for first in (7, 13)),  # one round was off
-        *(([first, 10, 10], [20, 20, 20], "slower") for first in (7, 13)),
+        ([10] * 3, [10, 14, 13], [300, 400, 350], "slower"),
+        ([10] * 3, [10, 14, 13], [3, 3, 3], "faster"),
+        ([10] * 5, [12, 12, 13, 12, 40], [4] * 5, "not told apart"),  # O0 was 0.25 of itself
+        ([10] * 5, [12, 12, 13, 12, 40], [2] * 5, "faster"),
+        *(([10] * 3, [first, 10, 10], [5] * 3, "faster") for first in (7, 13)),  # one round was off
+        *(([10] * 3, [first, 10, 10], [20] * 3, "slower") for first in (7, 13)),
+        # where O0 ran once in a round, its rounds are its noise
+        ([10, 10.1, 10], None, [5] * 3, "faster"),
+        ([10, 10.1, 10], None, [20] * 3, "slower"),
+        ([10, 14, 10], None, [8] * 3, "not told apart"),  # O0 itself was 1.40 times as slow
+        ([10, 14, 10], None, [5, 7, 5], "faster"),  # but here by more, round by round
+        ([10, 10.1], None, [5] * 2, "too few rounds"),
     ],
 )
-def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(again, o1, pace):
-    rows = swept([10] * len(o1), again, o1)
+def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(o0, again, o1, pace):
+    rows = swept(o0, again, o1)
     assert rows[1].pace == pace
     slower = "Stay with O0: no row is 1.05 times as fast. The fastest, O1 bfloat16, is 0."
     assert recommendation(rows).startswith(slower) == (pace == "slower")
@@ -167,14 +173,11 @@ def test_where_wall_time_is_too_noisy_cpu_time_decides(wall, cpu, pace, by_cpu):
 @pytest.mark.parametrize(("later", "rounds"), [(60.0, 3), (3600.0, 2)])
 def test_runs_of_a_round_that_were_far_apart_are_not_compared_in_speed(later, rounds):
     """As those of rows that another day adds: the machine may be another one by then."""
-    runs = [
-        dataclasses.replace(
-            run_of(Trial(case, seed), ms, machine={"began": 100.0 * seed + (case != BASE) * 40}),
-            seconds=40.0,
-        )
-        for case, ms in zip(ROWS, (10.0, 5.0))
-        for seed in range(3)
-    ]
+    runs = []
+    for seed, (case, ms) in itertools.product(range(3), zip(ROWS, (10.0, 5.0))):
+        began = 100.0 * seed + (case != BASE) * 40
+        run = run_of(Trial(case, seed), ms, machine={"began": began})
+        runs.append(dataclasses.replace(run, seconds=40.0))
     runs[-1].measured.machine["began"] += later
     assert summarize(runs)[1].speeds.n == rounds
 
@@ -198,25 +201,6 @@ def test_one_round_recommends_nothing():
     base, row = swept([10.0], [], [1.0])
     assert (row.pace, base.speed) == ("too few rounds", None)
     assert "--rounds 3" in recommendation([base, row])
-
-
-@pytest.mark.parametrize(
-    ("o0", "o1", "pace"),
-    [
-        ([10.0, 10.1, 10.0], [5.0] * 3, "faster"),
-        ([10.0, 10.1, 10.0], [20.0] * 3, "slower"),
-        ([10.0, 14.0, 10.0], [8.0] * 3, "not told apart"),  # O0 itself was 1.40 times as slow
-        ([10.0, 14.0, 10.0], [5.0, 7.0, 5.0], "faster"),  # but here by more, round by round
-        ([10.0, 10.1], [5.0] * 2, "too few rounds"),
-    ],
-)
-def test_where_o0_ran_once_in_a_round_its_rounds_are_its_noise(o0, o1, pace):
-    runs = [
-        run_of(Trial(case, seed), ms)
-        for case, times in zip(ROWS, (o0, o1))
-        for seed, ms in enumerate(times)
-    ]
-    assert summarize(runs)[1].pace == pace
 
 
 def test_short_runs_count_for_times_alone():
@@ -263,22 +247,14 @@ def make(tmp_path, **options):
 
 def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
     first = make(tmp_path).run()
-    assert ran == [
-        ("O0 seed 0", None),
-        ("O3-bfloat16 seed 0", None),
-        ("O0 seed 0 again (timing)", 300),
-        ("O0 seed 0 repeat 1 again (timing)", 300),
-        ("O0 seed 0 repeat 1 (timing)", 300),
-        ("O0 seed 0 repeat 2 (timing)", 300),
-        ("O0 seed 0 repeat 2 again (timing)", 300),
-    ]
+    timed = ("again", "repeat 1 again", "repeat 1", "repeat 2", "repeat 2 again")
+    assert ran[:2] == [("O0 seed 0", None), ("O3-bfloat16 seed 0", None)]
+    assert ran[2:] == [(f"O0 seed 0 {name} (timing)", 300) for name in timed]
     assert first.results.complete and first.results.planned == 7
     ran.clear()
     more = make(tmp_path, resume=True, rounds=4).run()
-    assert [label for label, _ in ran] == [
-        "O0 seed 0 repeat 3 again (timing)",
-        "O0 seed 0 repeat 3 (timing)",
-    ]
+    again, once = (f"O0 seed 0 repeat 3{name} (timing)" for name in (" again", ""))
+    assert [label for label, _ in ran] == [again, once]
     assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
     with pytest.raises(ValueError, match="rounds before: 4, now: 3"):  # some would be left out
         make(tmp_path, resume=True, rounds=3)
