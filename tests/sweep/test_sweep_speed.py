@@ -269,7 +269,7 @@ def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
     [
         ([True, True], "active"),
         ([False], "not active"),
-        ([True, False], "in some runs: compare no speed of theirs with one of the others"),
+        ([True, False], "active in some runs only: do not compare their speeds with others"),
         ([None], None),  # as an older ampatch wrote it
     ],
 )
@@ -314,7 +314,7 @@ def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(half_dtypes, "accelerator", lambda: "cuda")
     monkeypatch.setattr(half_dtypes, "subprocess", processes)
     assert half_dtypes.measure_half_dtypes() == answer
-    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
+    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name the dtypes .* --dtypes"):
         half_dtypes.measure_half_dtypes()
 
 
