@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: the command line needs the options alone."""
+    """Import a name at its first use, because the command line needs only the options."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _MODULE_OF[name] in _NEED_EXTRA:
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_extra() -> None:
-    """Raise `ImportError` where the packages of the extra `sweep` are not installed."""
+    """Raise `ImportError` if the packages of the extra `sweep` are not installed."""
     missing = [name for name in _PACKAGES_OF_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -68,7 +68,7 @@ def sweep(
     """Run `script` with `arguments` at each opt level and dtype; returns the rows.
 
     `options` are those of `Sweep`.  O0 runs once per seed, in FP32.  A run that crashes, diverges
-    or exceeds `timeout` seconds does not end the sweep; the `status` of its row says so.
+    or exceeds `timeout` seconds does not end the sweep; it shows in the `status` of its row.
     """
     from ampatch.sweep import Sweep
 

@@ -39,7 +39,7 @@ def test_files_that_o0_has_written_are_named_once(folder):
     sweep = planned(folder, SAVES, levels=["O0", "O1"], autocast=False).run()
     [note] = [note for note in sweep.results.notes if "has written" in note]
     assert note.startswith("O0 has written best.pt, runs/...: trials overwrite one another's ")
-    assert "-- --out {trial_dir}/best.pt, or a copy of the folder: --in-copy." in note
+    assert "(-- --out {trial_dir}/best.pt), or run each trial in a copy" in note
     assert sweep.runs[0].wrote == ["best.pt", "runs/..."] and not sweep.runs[1].wrote
 
 
