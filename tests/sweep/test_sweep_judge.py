@@ -280,9 +280,9 @@ def test_one_number_as_each_difference_is_compared_as_unpaired():
     x = t / (4 + t * t) ** 0.5
     assert test.p == pytest.approx(1 - x * (3 - x * x) / 2)
     assert test.high - test.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
-    assert test.sd == 0
+    assert test.scatter == 0
     almost = paired_t_test([0.51, 0.71], [0.5, 0.7])  # one number but for its last digit
-    assert almost.p > 0.9 and almost.sd == 0
+    assert almost.p > 0.9 and almost.scatter == 0
 
 
 def test_holm_by_hand():

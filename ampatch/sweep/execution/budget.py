@@ -20,7 +20,6 @@ from typing import Any
 
 from ampatch.sweep.cases_and_trials import trials
 from ampatch.sweep.measure.run_record import Run
-from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.run_figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -30,17 +29,10 @@ DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
 MIN_ROUNDS = 2  # with one round no speed can be told from O0's
 SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
 MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
-MIN_TIMED_STEPS = 6
-"""Steps of a short run if only O0 has a full run: the first has no duration, the second is the
-warm-up.
-"""
+MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; the first two do not count
 _USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
-_THIRD_SEED_OVERRUN = 1.25
-"""After two seeds a third is run if the sweep then takes at most this factor of its budget."""
-_SMALLEST_OVERRUN = 1.1
-"""A size is accepted, even over the budget, if it takes at most this factor of the time of the
-smallest size.
-"""
+_THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
+_SMALLEST_OVERRUN = 1.1  # a size is accepted if it takes this factor of the smallest size's time
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
@@ -147,10 +139,9 @@ class Timings:
         )
 
     def step_seconds(self, case: Case) -> float:
-        """Seconds of a step of this row.
+        """Seconds of a step of this row, as measured.
 
-        They are its measured time; else that of the slowest row with its dtype; else O0's, divided
-        by the measured speed of the dtype.
+        Else those of the slowest row with its dtype; else O0's, divided by the speed of the dtype.
         """
         same_dtype = [seconds for other, seconds in self.steps.items() if other.dtype == case.dtype]
         if same_dtype:
@@ -176,9 +167,7 @@ class Timings:
         due = (trial for trial in remaining if is_due(trial, self.failed))
         return self.spent + sum(self.trial_seconds(trial, not size.seeds) for trial in due)
 
-    def budget_minutes(
-        self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]
-    ) -> int:
+    def minutes_for(self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
         """The smallest budget that this size fits, in whole minutes."""
         return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE)
 
@@ -228,49 +217,6 @@ def choose_size(
         if times[smallest_to_test] <= _THIRD_SEED_OVERRUN * 60 * minutes:
             return smallest_to_test
     return chosen
-
-
-def size_note(
-    cases: Sequence[Case], chosen: PlanSize, minutes: float | None, seconds: float
-) -> str:
-    """What is planned, and how long it takes."""
-    limit = "" if minutes is None else f" for --budget {minutes:g}"
-    note = f"Planned{limit}: {counted(max(1, chosen.seeds), 'seed')}"
-    if chosen.rounds > chosen.seeds:  # each seed is a round of timing
-        note += f" and {counted(chosen.rounds, 'round')} of timing"
-    note += f" of {', '.join(dict.fromkeys(case.level_name for case in chosen.included(cases)))}"
-    if not chosen.seeds:
-        note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
-    note += f"; about {duration(seconds)} in all."
-    if minutes is not None and seconds > 60 * minutes:
-        note += " This is more than the budget, but a smaller plan could not compare the rows."
-    return note
-
-
-def omission_note(
-    wanted: PlanSize, chosen: PlanSize, omits_o3: bool, omits_again: bool,
-    minutes_to_test: int, minutes_for_all: int,
-) -> str:  # fmt: skip
-    """What a budget leaves out, and the budget that suffices for it; "" if nothing.
-
-    A test of accuracy takes `minutes_to_test`; everything that is wanted, `minutes_for_all`.
-    """
-    if not chosen.tests_accuracy(wanted):
-        return (
-            f"{counted(max(1, chosen.seeds), 'seed')} can show how fast the rows are. Comparing "
-            f"their accuracy takes {MIN_TEST_SEEDS} seeds: run again with --resume --budget "
-            f"{minutes_to_test}."
-        )
-    is_omitted = {
-        "O3": omits_o3,
-        "a second timing of O0": omits_again,
-        counted(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
-        "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
-    }
-    names = ", ".join(name for name, omitted in is_omitted.items() if omitted)
-    return (
-        f"Left out: {names}. --resume --budget {minutes_for_all} runs all of it." if names else ""
-    )
 
 
 def duration(seconds: float) -> str:

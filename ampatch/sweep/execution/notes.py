@@ -55,11 +55,7 @@ def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
 
 
 def measurement_notes(
-    options: SweepOptions,
-    plan: Plan,
-    runs: Sequence[Run],
-    rows: Sequence[Row],
-    is_complete: bool,
+    options: SweepOptions, plan: Plan, runs: Sequence[Run], rows: Sequence[Row], is_complete: bool
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
     notes = []

@@ -12,24 +12,14 @@ from typing import Any
 from ampatch.device_figures import has_tf32
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep.cases_and_trials import DTYPES, cases, check_possible
-from ampatch.sweep.execution.budget import (
-    DEFAULT_MINUTES,
-    DEFAULT_SEEDS,
-    MIN_TIMED_STEPS,
-    PlanSize,
-    Timings,
-    choose_size,
-    is_due,
-    omission_note,
-    short_steps,
-    size_note,
-    sizes,
-)
+from ampatch.sweep.execution import budget
+from ampatch.sweep.execution.budget import MIN_TIMED_STEPS, PlanSize, Timings
 from ampatch.sweep.execution.half_dtypes import measure_half_dtypes
 from ampatch.sweep.json_files import from_json
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
+from ampatch.sweep.report.numbers import counted
 from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -85,7 +75,7 @@ class Plan:
         self._timings = Timings.of(runs, self._half_speeds.lowest)
         self._ended = {run.trial for run in runs}
         if self._minutes is not None and self._timings is not None:
-            self.chosen = choose_size(
+            self.chosen = budget.choose_size(
                 self.cases, self.wanted, self._minutes, self._timings, self._ended
             )
         self._set_trials()
@@ -101,35 +91,50 @@ class Plan:
         has_no_size = self._options.rows is not None or self._options.side_by_side
         if self._timings is None or has_no_size or len(self.cases) == 1:
             return ""
-        seconds = self._timings.sweep_seconds(self.cases, self.chosen, self._ended)
-        note = size_note(self.cases, self.chosen, self._minutes, seconds)
+        chosen, minutes = self.chosen, self._minutes
+        seconds = self._timings.sweep_seconds(self.cases, chosen, self._ended)
+        limit = "" if minutes is None else f" for --budget {minutes:g}"
+        note = f"Planned{limit}: {counted(self.seeds, 'seed')}"
+        if chosen.rounds > chosen.seeds:  # each seed is a round of timing
+            note += f" and {counted(chosen.rounds, 'round')} of timing"
+        names = dict.fromkeys(case.level_name for case in chosen.included(self.cases))
+        note += f" of {', '.join(names)}"
+        if not chosen.seeds:
+            note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
+        note += f"; about {budget.duration(seconds)} in all."
+        if minutes is not None and seconds > 60 * minutes:
+            note += " This is more than the budget, but a smaller plan could not compare the rows."
         return f"{note} {self.omission_note()}".strip()
 
     def omission_note(self) -> str:
         """What the budget leaves out, and the budget that suffices for it; "" if nothing."""
-        timings = self._timings
+        timings, wanted, chosen = self._timings, self.wanted, self.chosen
         if not self.has_budget or timings is None:
             return ""
-        with_o3 = dataclasses.replace(self.chosen, all_rows=True).trials(self.cases)
+        if not chosen.tests_accuracy(wanted):
+            return (
+                f"{counted(self.seeds, 'seed')} can show how fast the rows are. Comparing their "
+                f"accuracy takes {MIN_TEST_SEEDS} seeds: run again with {self.resume_options()}."
+            )
+        with_o3 = dataclasses.replace(chosen, all_rows=True).trials(self.cases)
         omitted = [trial for trial in with_o3 if not trial.short and trial not in self.trials]
-        return omission_note(
-            self.wanted,
-            self.chosen,
-            omits_o3=any(is_due(trial, timings.failed) for trial in omitted),
-            omits_again=not any(trial.again for trial in self.trials),
-            minutes_to_test=self._minutes_to_test(timings),
-            minutes_for_all=timings.budget_minutes(self.cases, self.wanted, self._ended),
-        )
+        left_out = {
+            "O3": any(budget.is_due(trial, timings.failed) for trial in omitted),
+            "a second timing of O0": not any(trial.again for trial in self.trials),
+            counted(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
+            "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
+        }
+        names = ", ".join(name for name, is_left_out in left_out.items() if is_left_out)
+        minutes = timings.minutes_for(self.cases, wanted, self._ended)
+        return names and f"Left out: {names}. --resume --budget {minutes} runs all of it."
 
     def resume_options(self) -> str:
         """The options of `ampatch sweep` that add a test of accuracy; "" if the plan has one."""
-        if self._timings is None or not self.has_budget or self.chosen.tests_accuracy(self.wanted):
+        timings = self._timings
+        if timings is None or not self.has_budget or self.chosen.tests_accuracy(self.wanted):
             return ""
-        return f"--resume --budget {self._minutes_to_test(self._timings)}"
-
-    def _minutes_to_test(self, timings: Timings) -> int:
         size = PlanSize(min(self.wanted.seeds, MIN_TEST_SEEDS), self.wanted.rounds, all_rows=False)
-        return timings.budget_minutes(self.cases, size, self._ended)
+        return f"--resume --budget {timings.minutes_for(self.cases, size, self._ended)}"
 
     def half_speed_note(self) -> str:
         """How fast the half dtypes of the rows are on this machine; "" if not measured."""
@@ -152,7 +157,7 @@ class Plan:
         """After how many optimizer steps a trial is ended; None if it ends by itself."""
         if not trial.short:
             return self._options.steps
-        steps = short_steps(runs) if self.chosen.seeds else MIN_TIMED_STEPS
+        steps = budget.short_steps(runs) if self.chosen.seeds else MIN_TIMED_STEPS
         return min(filter(None, (self._options.steps, steps)), default=None)
 
     def exceeds_budget(self, seconds: float) -> bool:
@@ -231,7 +236,7 @@ class Plan:
             return self._recorded.get("budget")
         can_compare = BASE in cases and len(cases) > 1
         is_timed = options.engine == "local" and not options.side_by_side
-        return DEFAULT_MINUTES if can_compare and is_timed else None
+        return budget.DEFAULT_MINUTES if can_compare and is_timed else None
 
     def _wanted_size(self, cases: Sequence[Case]) -> PlanSize:
         """The size that is run if there is time."""
@@ -240,13 +245,13 @@ class Plan:
             earlier = PlanSize(**recorded["amounts"])
             return PlanSize(options.seeds or earlier.seeds, options.rounds or earlier.rounds)
         rounds = options.rounds or recorded.get("rounds") or ROUNDS
-        default = 1 if self._minutes is None or len(cases) == 1 else DEFAULT_SEEDS
+        default = 1 if self._minutes is None or len(cases) == 1 else budget.DEFAULT_SEEDS
         return PlanSize(options.seeds or recorded.get("seeds") or default, rounds)
 
     def _set_trials(self) -> None:
         self.cases = self._make_cases()
         planned = self._trials_of(self.chosen)
-        other_sizes = sizes(self.wanted) if self.has_budget else ()
+        other_sizes = budget.sizes(self.wanted) if self.has_budget else ()
         their_trials = (trial for size in other_sizes for trial in self._trials_of(size))
         self.possible = list(dict.fromkeys([*planned, *their_trials]))
         dropped = [trial for trial in self._ended if trial not in planned]
@@ -258,10 +263,7 @@ class Plan:
         options = self._options
         ended = self._ended if self.has_budget else ()
         return size.trials(
-            self.cases,
-            ended,
-            side_by_side=options.side_by_side,
-            fewer_seeds=options.fewer_seeds,
+            self.cases, ended, side_by_side=options.side_by_side, fewer_seeds=options.fewer_seeds
         )
 
     def _make_cases(self) -> list[Case]:

@@ -14,15 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pandas import DataFrame, Series
 
-from ampatch.sweep.report import numbers, pace
+from ampatch.sweep.report import numbers, pace, paired_test
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LAST_LOSS, ONE_PERCENT, Margin, is_within_margin
-from ampatch.sweep.report.paired_test import (
-    SIGNIFICANCE_LEVEL,
-    holm,
-    paired_t_test,
-    smallest_detectable,
-)
 from ampatch.sweep.report.results import UNEVEN_STEPS, Comparison, Row
 from ampatch.sweep.trial import BASE
 
@@ -78,7 +72,7 @@ def with_corrected_p(by_row: Sequence[Sequence[Comparison]]) -> list[list[Compar
         columns=["id", "name", "p"],
     ).set_index("id")
     by_name = tested.astype({"p": float}).dropna().groupby("name").p
-    p, num_rows = by_name.transform(holm), by_name.transform("size")
+    p, num_rows = by_name.transform(paired_test.holm), by_name.transform("size")
     return [
         [_with_outcome(c, p[id(c)], num_rows[id(c)]) if id(c) in p else c for c in comparisons]
         for comparisons in by_row
@@ -109,11 +103,8 @@ def _compare_quantity(
         diverged = all(map(math.isfinite, base_values)) and not all(map(math.isfinite, values))
         outcome = "worse" if diverged else "untested"
         return dataclasses.replace(comparison, untested=untested, outcome=outcome)
-    test = paired_t_test(values, base_values)
-    return dataclasses.replace(
-        comparison, difference=test.difference, scatter=test.sd, p=test.p,
-        low=test.low, high=test.high,
-    )  # fmt: skip
+    test = paired_test.paired_t_test(values, base_values)
+    return dataclasses.replace(comparison, **vars(test))
 
 
 def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> str:
@@ -134,14 +125,14 @@ def _with_outcome(comparison: Comparison, p: float, num_rows: int) -> Comparison
     return dataclasses.replace(
         comparison,
         corrected_p=float(p),
-        smallest=smallest_detectable(scatter, n, num_rows) if scatter else None,
+        smallest=paired_test.smallest_detectable(scatter, n, num_rows) if scatter else None,
         outcome=_outcome(comparison, p),
     )
 
 
 def _outcome(comparison: Comparison, p: float) -> str:
     """The outcome of a tested comparison with this corrected p; `Comparison` lists the outcomes."""
-    if p >= SIGNIFICANCE_LEVEL:
+    if p >= paired_test.SIGNIFICANCE_LEVEL:
         return "within"
     if comparison.better is None:
         return "different"

@@ -22,10 +22,7 @@ from pandas import Series
 SIGNIFICANCE_LEVEL = 0.05  # for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8  # the probability with which a test finds `smallest_detectable`
-MIN_TEST_SEEDS = 3
-"""Seeds that a test needs.  In simulated sweeps three seeds showed 93 % of the rows that equal O0
-to be within the margin, two seeds 37 %.
-"""
+MIN_TEST_SEEDS = 3  # with fewer, rows that equal O0 are seldom shown to be within the margin
 RELATIVE_TOLERANCE = 1e-9  # differences whose scatter is less, relative to the values, are constant
 
 
@@ -33,12 +30,12 @@ RELATIVE_TOLERANCE = 1e-9  # differences whose scatter is less, relative to the 
 class PairedTest:
     """The mean of the differences, the two-sided `p`, and the confidence interval of the mean.
 
-    `sd` is the standard deviation of the differences.  If it is 0, p and interval are those of an
-    unpaired test; if neither sample scatters, p is 1 for equal numbers and 0 for others.
+    `scatter` is the standard deviation of the differences.  If it is 0, p and interval are those of
+    an unpaired test; if neither sample scatters, p is 1 for equal numbers and 0 for others.
     """
 
     difference: float
-    sd: float
+    scatter: float
     p: float
     low: float
     high: float

@@ -13,21 +13,8 @@ from dataclasses import dataclass
 
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
-from ampatch.sweep.report import pace
-from ampatch.sweep.report.comparisons import (
-    ONE_SEED,
-    SAME_SEEDS,
-    comparison_text,
-    difference_text,
-)
+from ampatch.sweep.report import comparisons, margin, pace
 from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.margin import (
-    first_untested,
-    is_within_margin,
-    margin_text,
-    worse_comparisons,
-    worst_difference,
-)
 from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
@@ -70,7 +57,7 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: st
     base = next(row for row in rows if row.outcome == "baseline")
     comparable = [row for row in rows if row.outcome not in ("baseline", "failed")]
     maybe_faster = [row for row in comparable if not pace.is_not_worthwhile(row)]
-    candidates = [row for row in maybe_faster if not worse_comparisons(row)]
+    candidates = [row for row in maybe_faster if not margin.worse_comparisons(row)]
     if maybe_faster and not candidates:
         return _none_as_accurate(maybe_faster)
     if not candidates:
@@ -104,34 +91,31 @@ def missing_evidence(row: Row) -> MissingEvidence | None:
         return MissingEvidence("it was only timed", MIN_TEST_SEEDS)
     judged = row.comparisons[0]
     if judged.has_no_verdict:
-        seeds = MIN_TEST_SEEDS if judged.untested == ONE_SEED else 0
+        seeds = MIN_TEST_SEEDS if judged.untested == comparisons.ONE_SEED else 0
         return MissingEvidence(direction_unknown(row), seeds, option(judged.name))
-    untested = first_untested(row)
+    untested = margin.first_untested(row)
     if untested is not None:
-        seeds = MIN_TEST_SEEDS if untested.untested == ONE_SEED else 0
+        seeds = MIN_TEST_SEEDS if untested.untested == comparisons.ONE_SEED else 0
         text = f"its {untested.title} is not tested ({untested.untested}){_remedy(untested)}"
         return MissingEvidence(text, seeds)
     n, margin_note = judged.n, f"{judged.matters:.2g} matters (--margin)"
     if not judged.scatter:
-        if not is_within_margin(judged):
+        if not margin.is_within_margin(judged):
             offset_text = f"its {judged.title} differs by {judged.difference:+.2g}"
             text = f"{offset_text} with each of {n} seeds, and {margin_note}"
             return MissingEvidence(text, n + 2)
         text = f"the same {judged.title} with {n} seeds says little"
         return MissingEvidence(text, MIN_TEST_SEEDS) if n < MIN_TEST_SEEDS else None
-    if is_within_margin(judged):
+    if margin.is_within_margin(judged):
         return None
     text = (
         f"with {n} seeds the 95 % interval of its {judged.title} ends "
-        f"{worst_difference(judged):.2g} worse than O0's, and {margin_note}"
+        f"{margin.worst_difference(judged):.2g} worse than O0's, and {margin_note}"
     )
     seeds = _seeds_for(judged)
-    if seeds:
-        return MissingEvidence(text, seeds)
-    return MissingEvidence(
-        f"{text}; even {MAX_SEEDS} seeds with this scatter would not bring the interval within "
-        "the margin"
-    )
+    if not seeds:
+        text += f"; even {MAX_SEEDS} seeds with this scatter would not bring it within the margin"
+    return MissingEvidence(text, seeds)
 
 
 def direction_unknown(row: Row) -> str:
@@ -139,7 +123,7 @@ def direction_unknown(row: Row) -> str:
     if not (row.comparisons and row.comparisons[0].has_no_verdict):
         return ""
     judged = row.comparisons[0]
-    difference = difference_text(judged) or f"{judged.difference:+.2g}"
+    difference = comparisons.difference_text(judged) or f"{judged.difference:+.2g}"
     return (
         f"its {judged.title} differs from O0's by {difference}, and the name does not say whether "
         "lower or higher is better"
@@ -180,7 +164,9 @@ def _none_faster(rows: Sequence[Row], base: Row) -> str:
         f"Stay with O0: no row is {pace.WORTHWHILE:g} times as fast. The fastest, {fastest.name}, "
         f"is {pace.speed_text(fastest)}."
     )
-    accurate = [row for row in rows if not worse_comparisons(row) and not direction_unknown(row)]
+    accurate = [
+        row for row in rows if not margin.worse_comparisons(row) and not direction_unknown(row)
+    ]
     return advice + _least_memory_text(accurate, base)
 
 
@@ -188,15 +174,16 @@ def _accuracy(judged: Comparison) -> str:
     """The difference from O0: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
     if not judged.scatter and not judged.difference:
         return f"{judged.title} the same with each of {judged.n} seeds"
-    if worst_difference(judged) <= 0:
-        return f"{judged.title} {difference_text(judged)}, no worse than O0's"
-    return f"{judged.title} {difference_text(judged)}, below the {margin_text(judged)} that matters"
+    difference = f"{judged.title} {comparisons.difference_text(judged)}"
+    if margin.worst_difference(judged) <= 0:
+        return f"{difference}, no worse than O0's"
+    return f"{difference}, below the {margin.margin_text(judged)} that matters"
 
 
 def _none_as_accurate(rows: Sequence[Row]) -> str:
     """The text if all rows that may be faster are worse, with the difference of the fastest."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
-    texts = (pace.speed_text(row), *map(comparison_text, worse_comparisons(row)))
+    texts = (pace.speed_text(row), *map(comparisons.comparison_text, margin.worse_comparisons(row)))
     facts = "; ".join(filter(None, texts))
     return f"Stay with O0: no row that may be faster is as accurate. {_name(row)}: {facts}."
 
@@ -205,20 +192,20 @@ def _remedy(untested: Comparison) -> str:
     """How an untested quantity can be tested, if not by an option of the sweep."""
     if untested.is_uneven:
         return ": have the script report a metric, by log_metrics or --metric"
-    if untested.untested == SAME_SEEDS:
+    if untested.untested == comparisons.SAME_SEEDS:
         return ": have the seed reach the script, by {seed} among its arguments or --override-seeds"
     return ""
 
 
-def _seeds_for(judged: Comparison) -> int | None:
-    """How many seeds would bring the confidence interval within the margin; None if too many.
+def _seeds_for(judged: Comparison) -> int:
+    """How many seeds would bring the confidence interval within the margin; 0 if too many.
 
     If further differences have the same standard deviation, the interval then ends within the
     margin with probability `POWER`.
     """
     room = judged.matters - (judged.difference if judged.better == "lower" else -judged.difference)
     seed_counts = range(judged.n + 1, MAX_SEEDS + 1)
-    return next((n for n in seed_counts if smallest_detectable(judged.scatter, n) <= room), None)
+    return next((n for n in seed_counts if smallest_detectable(judged.scatter, n) <= room), 0)
 
 
 def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:

@@ -17,13 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pandas import DataFrame
 
 from ampatch.sweep.measure.run_record import Measured, Run
-from ampatch.sweep.report.comparisons import (
-    Samples,
-    compare,
-    resolve_directions,
-    with_corrected_p,
-    with_verdict,
-)
+from ampatch.sweep.report import comparisons
+from ampatch.sweep.report.comparisons import Samples
 from ampatch.sweep.report.first_loss_check import first_loss_differences
 from ampatch.sweep.report.margin import LAST_LOSS, ONE_PERCENT, Margin
 from ampatch.sweep.report.numbers import mean
@@ -74,12 +69,12 @@ def summarize(
         _row(case, case_runs, base, round_seconds, means, samples, starts.get(case, ""), better)
         for case, case_runs in by_case.items()
     ]
-    criteria = judged, better, seeds_matter(base), margin
-    comparisons = [
-        [] if case == BASE or case in starts else compare(samples, case.label, *criteria)
+    criteria, uncompared = (judged, better, seeds_matter(base), margin), {BASE, *starts}
+    by_row = [
+        [] if case in uncompared else comparisons.compare(samples, case.label, *criteria)
         for case in by_case
     ]
-    rows = list(map(with_verdict, rows, with_corrected_p(comparisons)))
+    rows = list(map(comparisons.with_verdict, rows, comparisons.with_corrected_p(by_row)))
     return [row if row.outcome == "baseline" else _add_faster_equals(row, rows) for row in rows]
 
 
@@ -203,7 +198,7 @@ def _row(
             for name, frame in by_seed.items()
             if not failures and frame.value.nunique() > 1 and all(map(math.isfinite, frame.value))
         },
-        better=resolve_directions(names, better),
+        better=comparisons.resolve_directions(names, better),
         steps=round(_median(len(m.skipped) for m in measured) or 0),
         all_steps=sum(len(m.skipped) for m in measured),
         skipped=sum(sum(m.skipped) for m in measured),
