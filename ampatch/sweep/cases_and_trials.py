@@ -32,13 +32,9 @@ SEED_VARIABLE = "AMPATCH_SEED"
 
 
 def cases(
-    levels: Iterable[str] | None,
-    dtypes: Iterable[str],
-    overrides: Iterable[str] = (),
-    autocast: bool = False,
-    tf32: bool = False,
-    kind: Kind = UNKNOWN,
-) -> list[Case]:
+    levels: Iterable[str] | None, dtypes: Iterable[str], overrides: Iterable[str] = (),
+    autocast: bool = False, tf32: bool = False, kind: Kind = UNKNOWN,
+) -> list[Case]:  # fmt: skip
     """The cases: every level in every dtype, O0 once.  `levels=None` means all of this kind.
 
     `overrides` such as `"O2 loss_scale=128"` add a case for each dtype.  `autocast` adds cases of
@@ -81,13 +77,9 @@ def _autocast_cases(kind: Kind, half_dtypes: Sequence[str]) -> list[Case]:
 
 
 def trials(
-    cases: Sequence[Case],
-    seeds: int,
-    rounds: int = ROUNDS,
-    side_by_side: bool = False,
-    fewer_seeds: Mapping[Case, int] | None = None,
-    again: bool = True,
-) -> list[Trial]:
+    cases: Sequence[Case], seeds: int, rounds: int = ROUNDS, side_by_side: bool = False,
+    fewer_seeds: Mapping[Case, int] | None = None, again: bool = True,
+) -> list[Trial]:  # fmt: skip
     """The trials in order: a round of full runs for each seed, then short rounds up to `rounds`.
 
     Every second round is reversed, so that a machine that gets slower slows all cases alike.

@@ -36,13 +36,9 @@ def _option(
     the option.  For `kept` options a resumed sweep must have the same value.
     """
     return {
-        "metavar": metavar,
-        "parse": parse,
-        "flag": flag,
-        "first": first,
-        "only_for": only_for,
+        "metavar": metavar, "parse": parse, "flag": flag, "first": first, "only_for": only_for,
         "kept": kept,
-    }
+    }  # fmt: skip
 
 
 @dataclass(kw_only=True)

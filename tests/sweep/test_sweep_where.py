@@ -87,7 +87,9 @@ def test_side_by_side_gives_the_same_and_says_what_was_timed_alone(tmp_path, one
     assert sweep.rows[1].speeds.n == 2
     assert "of the 6 of 8 runs that ran alone" in sweep.results.notes[0]
     sweep.runs[:] = [run for run in sweep.runs if not run.alone]
-    assert sweep.results.notes[0] == "No run ran alone on its device: no step time, no speed."
+    assert sweep.results.notes[0] == (
+        "No run had its device to itself, so there is no step time and no speed."
+    )
 
 
 RAY = {"engine": "ray", "cpus_per_trial": 1}

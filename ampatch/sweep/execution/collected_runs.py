@@ -26,14 +26,9 @@ class CollectedRuns:
     """The `runs` that have ended, in the order of the plan, and their results."""
 
     def __init__(
-        self,
-        program: Program,
-        arguments: Sequence[str],
-        options: SweepOptions,
-        recorded: dict[str, Any],
-        plan: Plan,
-        directory: Directory,
-    ) -> None:
+        self, program: Program, arguments: Sequence[str], options: SweepOptions,
+        recorded: dict[str, Any], plan: Plan, directory: Directory,
+    ) -> None:  # fmt: skip
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
         self._options, self._recorded, self._margin = options, recorded, Margin.of(options.margin)
@@ -80,27 +75,19 @@ class CollectedRuns:
             *notes.measurement_notes(options, plan, runs, rows, len(runs) == self.planned),
         ]
         return Results(
-            script=self._script,
-            arguments=self._arguments,
-            started=self._started,
-            planned=self.planned,
-            settings=self._directory.settings,
-            versions=machine.versions(),
+            script=self._script, arguments=self._arguments, started=self._started,
+            planned=self.planned, settings=self._directory.settings, versions=machine.versions(),
             machine={
                 **({"script": plan.kind.description()} if plan.kind else {}),
                 **machine_state(runs),
             },
-            rows=rows,
-            done=len(runs),
+            rows=rows, done=len(runs),
             recommendation=notes.half_baseline_recommendation(self._script, plan.kind)
             or recommendation(rows, plan.kind, plan.resume_options()),
             notes=[note for note in all_notes if note],
-            provenance={**self._provenance, **machine.devices(runs)},
-            plan=plan.resume_record(),
-            options=self._recorded,
-            trials=list(self._stems),
-            files=[*options.files],
-        )
+            provenance={**self._provenance, **machine.devices(runs)}, plan=plan.resume_record(),
+            options=self._recorded, trials=list(self._stems), files=[*options.files],
+        )  # fmt: skip
 
     def _script_notes(self) -> dict[str, str]:
         sweep = self._script, self._arguments, self._options, self._plan, self.runs

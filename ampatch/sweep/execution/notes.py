@@ -26,13 +26,9 @@ _HOW_TO_SEED = (
 
 
 def script_notes(
-    script: str,
-    arguments: Sequence[str],
-    options: SweepOptions,
-    plan: Plan,
-    runs: Sequence[Run],
+    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run],
     logs: Path,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Notes on what the script does, by subject; the most important ones first."""
     notes = {
         "first losses": first_loss_note(script, first_loss_differences(runs)),

@@ -121,19 +121,14 @@ class Runner:
             measured = ranks.with_rank_errors(measured, files)
         is_first_copy = is_first and self.in_copy
         run = Run(
-            trial,
-            child.returncode,
-            time.monotonic() - started,
-            measured,
+            trial, child.returncode, time.monotonic() - started, measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
-            timeout=self.timeout,
-            alone=placement.alone,
+            timeout=self.timeout, alone=placement.alone,
             imports=_import_seconds(child, started_at, measured) if control.warm else 0.0,
-            host=socket.gethostname(),
-            devices=placement.devices,
+            host=socket.gethostname(), devices=placement.devices,
             wrote=user_files.changed_names(times_before, times_after),
             linked=user_files.linked_entries(here, excluded) if is_first_copy else [],
-        )
+        )  # fmt: skip
         write_json(files.run, run.to_json())
         if control.warm is not None:
             control.warm.learn(read_json(files.imports))
@@ -171,15 +166,11 @@ class Runner:
                     descriptors = (log.fileno(), guard_pipe)
                     child = warm.start(to_json(request), environment, descriptors, control.check)
                 child = child or subprocess.Popen(
-                    self._command(request, files),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    cwd=files.copy if self.in_copy else None,
-                    start_new_session=True,
+                    self._command(request, files), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, env=environment,
+                    cwd=files.copy if self.in_copy else None, start_new_session=True,
                     pass_fds=() if guard_pipe is None else (guard_pipe,),
-                )
+                )  # fmt: skip
             try:
                 yield child
             finally:
@@ -213,12 +204,9 @@ def _import_seconds(child: object, started_at: float, measured: Measured | None)
 
 
 def _wait(
-    child: subprocess.Popen[bytes] | ForkedTrial,
-    files: RunFiles,
-    started: float,
-    timeout: float | None,
-    control: TrialControl,
-) -> bool:
+    child: subprocess.Popen[bytes] | ForkedTrial, files: RunFiles, started: float,
+    timeout: float | None, control: TrialControl,
+) -> bool:  # fmt: skip
     """Wait for the child and report its progress.  Returns False after `timeout` seconds."""
     while child.poll() is None:
         if timeout is not None and time.monotonic() - started > timeout:

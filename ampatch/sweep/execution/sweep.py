@@ -142,16 +142,13 @@ class Sweep:
             relative = str(file.relative_to(Path.cwd()))  # names the file in the copy
             program = program if program.is_module else Program(relative)
         runner = Runner(
-            program,
-            self.arguments,
+            program, self.arguments,
             self._directory.runs.resolve(),  # a trial in a copy has another current folder
             metrics=self._options.metrics,
-            timeout=self._options.timeout,
-            processes=self._options.nproc_per_node,
-            override_seeds=self._options.override_seeds,
-            probe=self._options.probe,
+            timeout=self._options.timeout, processes=self._options.nproc_per_node,
+            override_seeds=self._options.override_seeds, probe=self._options.probe,
             in_copy=self._options.runs_in_copies,
-        )
+        )  # fmt: skip
         try:
             display, engine = progress or Progress(), engines.make(self._options)
             with display, engine:

@@ -38,12 +38,9 @@ class WarmStarts:
         self._imports = self._imports or imports
 
     def start(
-        self,
-        request: dict[str, Any],
-        environment: Mapping[str, str],
-        descriptors: Sequence[int],
+        self, request: dict[str, Any], environment: Mapping[str, str], descriptors: Sequence[int],
         check: Callable[[], None],
-    ) -> ForkedTrial | None:
+    ) -> ForkedTrial | None:  # fmt: skip
         """Fork a trial from the server; returns None if the trial has to start cold.
 
         `descriptors` are those of its log and of its guard pipe.  `check` is called repeatedly
@@ -75,14 +72,11 @@ class WarmStarts:
         command = [sys.executable, "-m", SERVER, str(server_end.fileno())]
         with server_end:
             self._server = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env=environment,
                 start_new_session=True,  # so that Ctrl-C reaches only the sweep
                 pass_fds=[server_end.fileno()],
-            )
+            )  # fmt: skip
         pipe.send(self._imports)
         while not pipe.poll(POLL):
             check()

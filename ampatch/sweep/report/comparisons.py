@@ -27,13 +27,9 @@ MAX_STEP_RATIO = 1.02  # of the steps of two rows whose last losses are compared
 
 
 def compare(
-    samples: Samples,
-    row: str,
-    judged: str | None,
-    better: Mapping[str, str],
-    seeds_matter: bool = True,
-    margin: Margin = ONE_PERCENT,
-) -> list[Comparison]:
+    samples: Samples, row: str, judged: str | None, better: Mapping[str, str],
+    seeds_matter: bool = True, margin: Margin = ONE_PERCENT,
+) -> list[Comparison]:  # fmt: skip
     """Comparisons of each quantity that a row and O0 have for a common seed, the judged one first.
 
     A tested comparison gets its outcome later, from `with_corrected_p`, which needs the p values

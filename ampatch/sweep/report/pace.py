@@ -33,11 +33,9 @@ def reach_of(ratios: Sequence[float]) -> float | None:
 
 
 def pace_of(
-    speeds: Spread | None,
-    reach: float | None,
-    cpu_speeds: Spread | None = None,
+    speeds: Spread | None, reach: float | None, cpu_speeds: Spread | None = None,
     cpu_reach: float | None = None,
-) -> tuple[str, bool]:
+) -> tuple[str, bool]:  # fmt: skip
     """The verdict on a row's `speeds` with O0's `reach`, and whether CPU time decided.
 
     CPU time decides if wall time is too noisy for a verdict.

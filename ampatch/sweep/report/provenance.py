@@ -17,16 +17,15 @@ from ampatch.sweep.report.results import Results
 
 def facts(results: Results) -> dict[str, str]:
     """Names and values, each on one line: command, git, versions, device, threads, load."""
-    provenance = {"command": script_command(results), **results.provenance}
-    values = {
-        "command": provenance.pop("command"),
+    values = {  # provenance has a command, and may have git and device
+        "command": script_command(results),
         "begun": results.started,
         "runs": f"{results.done} of {results.planned}",
-        "git": provenance.pop("git", "unknown"),
+        "git": "unknown",
         **results.versions,
-        "device": provenance.pop("device", "unknown"),
+        "device": "unknown",
         **results.machine,
-        **provenance,
+        **results.provenance,
     }
     return {name: " ".join(str(value).split()) for name, value in values.items()}
 

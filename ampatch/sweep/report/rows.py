@@ -45,11 +45,9 @@ StepTimeFunction = Callable[[Measured | None, int | None], float | None]
 
 
 def summarize(
-    runs: Sequence[Run],
-    judged: str | None = None,
-    better: Mapping[str, str] | None = None,
+    runs: Sequence[Run], judged: str | None = None, better: Mapping[str, str] | None = None,
     margin: Margin = ONE_PERCENT,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """A row per case, in the order in which they first ran.
 
     `judged` is the quantity that the verdict is about, by default the first metric, or
@@ -144,15 +142,10 @@ def _base_values(runs: Iterable[Run]) -> DataFrame:
 
 
 def _row(
-    case: Case,
-    runs: Sequence[Run],
-    base: Sequence[Run],
-    round_seconds: Mapping[tuple[int, int], float],
-    means: Mapping[tuple[str, str], float],
-    samples: Samples,
-    start: str,
-    better: Mapping[str, str],
-) -> Row:
+    case: Case, runs: Sequence[Run], base: Sequence[Run],
+    round_seconds: Mapping[tuple[int, int], float], means: Mapping[tuple[str, str], float],
+    samples: Samples, start: str, better: Mapping[str, str],
+) -> Row:  # fmt: skip
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     failures = [text for text in map(status, runs) if text != OK]
     timed_runs, timed_base = map(_timed_runs, (runs, base))
@@ -167,31 +160,20 @@ def _row(
     names = [name for name in metrics if name != FIRST_LOSS]
     by_seed = {name: frame for (row, name), frame in samples.items() if row == case.label}
     return Row(
-        label=case.label,
-        opt_level=case.level_name,
-        dtype=case.dtype or "float32",
-        engine=case.engine,
-        settings=dict(case.settings),
-        status=failures[0] if failures else OK,
-        runs=len(runs),
-        good_runs=len(runs) - len(failures),
+        label=case.label, opt_level=case.level_name, dtype=case.dtype or "float32",
+        engine=case.engine, settings=dict(case.settings), status=failures[0] if failures else OK,
+        runs=len(runs), good_runs=len(runs) - len(failures),
         seeds=len({run.trial.seed for run in runs}),
         step_ms=None if times.empty else times["median"].median(),
         step_times=None
         if times.empty
         else Spread(*times[["median", "low", "high"]].median(), int(times.n.sum())),
-        cpu_ms=_median(cpu_ms(run.measured) for run in timed_runs),
-        speed=speeds and speeds.median,
-        speeds=speeds,
-        cpu_speeds=cpu_speeds,
-        reach=reach,
-        cpu_reach=cpu_reach,
-        pace=pace,
+        cpu_ms=_median(cpu_ms(run.measured) for run in timed_runs), speed=speeds and speeds.median,
+        speeds=speeds, cpu_speeds=cpu_speeds, reach=reach, cpu_reach=cpu_reach, pace=pace,
         by_cpu=by_cpu,
         memory_bytes=max((m.memory_bytes for m in measured if m.memory_bytes), default=None),
         memory_kind=measured[0].memory_kind if measured else "resident",
-        first_loss=metrics.pop(FIRST_LOSS, None),
-        last_loss=metrics.pop(LAST_LOSS, None),
+        first_loss=metrics.pop(FIRST_LOSS, None), last_loss=metrics.pop(LAST_LOSS, None),
         metrics=metrics,
         sds={
             name: frame.value.std()
@@ -204,9 +186,8 @@ def _row(
         skipped=sum(sum(m.skipped) for m in measured),
         loss_scale=measured[0].loss_scale if measured else None,
         seconds=sum(run.seconds for run in runs),
-        outcome="failed" if failures else "baseline" if case == BASE else "untested",
-        start=start,
-    )
+        outcome="failed" if failures else "baseline" if case == BASE else "untested", start=start,
+    )  # fmt: skip
 
 
 def _timed_runs(runs: Iterable[Run]) -> list[Run]:
@@ -229,11 +210,9 @@ def _means(values: DataFrame, by: list[str]) -> DataFrame:
 
 
 def _pairs(
-    case: Case,
-    runs: Sequence[Run],
-    base: Sequence[Run],
+    case: Case, runs: Sequence[Run], base: Sequence[Run],
     round_seconds: Mapping[tuple[int, int], float],
-) -> list[tuple[Run, Run]]:
+) -> list[tuple[Run, Run]]:  # fmt: skip
     """The runs whose speed counts, each with O0's run of the same round.
 
     For O0: the second and the first run of each round.  If a round has no second run, also the runs

@@ -27,12 +27,9 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        side_by_side: Sequence[Trial],
-        alone: Sequence[Trial],
-        runner_for: Callable[[Trial], Runner | None],
-        has_trained: bool,
-    ) -> None:
+        self, side_by_side: Sequence[Trial], alone: Sequence[Trial],
+        runner_for: Callable[[Trial], Runner | None], has_trained: bool,
+    ) -> None:  # fmt: skip
         self.set_queues(side_by_side, alone)
         self._runner_for = runner_for
         self._running: set[Trial] = set()
