@@ -42,8 +42,8 @@ def cases(
     `ValueError`, also for levels that this kind of script cannot run at.
     """
     possible = LEVELS_FROM_OUTSIDE if kind.is_plain else LEVELS
-    chosen = list(possible) if levels is None else known(levels, LEVELS, "levels")
-    half_dtypes = known(dtypes, DTYPES, "dtypes")
+    chosen = list(possible) if levels is None else check_names(levels, LEVELS, "levels")
+    half_dtypes = check_names(dtypes, DTYPES, "dtypes")
     listed = []
     for level in chosen:
         listed += [Case(level, dtype) for dtype in _dtypes(level, half_dtypes)]
@@ -117,10 +117,12 @@ def level_and_settings(text: str) -> tuple[str, dict[str, Any]]:
             f"--with {text!r}: expected an opt level and settings of ampatch.initialize, "
             f'such as "O2 loss_scale=128"; levels are {", ".join(LEVELS)}.'
         )
-    return level, {name: literal(value) for name, _, value in (p.partition("=") for p in pairs)}
+    return level, {
+        name: parse_literal(value) for name, _, value in (p.partition("=") for p in pairs)
+    }
 
 
-def placeholders(
+def fill_placeholders(
     arguments: Sequence[str], seed: int, steps: int | None, directory: str
 ) -> list[str]:
     """The script's arguments with `{seed}`, `{steps}` and `{trial_dir}` replaced."""
@@ -140,7 +142,7 @@ def counts_its_steps(arguments: Sequence[str]) -> bool:
     return any("{steps}" in argument for argument in arguments)
 
 
-def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
+def check_names(names: Iterable[str], expected: Sequence[str], argument: str) -> list[str]:
     """`names` as a list.  Raises `ValueError` if empty, or if a name is not in `expected`."""
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
@@ -159,7 +161,7 @@ def _dtypes(level: str, half_dtypes: Sequence[str]) -> Sequence[str | None]:
     return [None] if level == "O0" else half_dtypes
 
 
-def literal(text: str) -> Any:
+def parse_literal(text: str) -> Any:
     """`text` as a Python literal, or `text` itself if it is none."""
     try:
         return ast.literal_eval(text)

@@ -248,13 +248,10 @@ def command_options() -> list[dataclasses.Field[Any]]:
 
 
 def resumed_options(
-    earlier: Any,
-    options: Mapping[str, Any],
-    new: Mapping[str, Any],
-    arguments: Sequence[str],
+    earlier: Any, options: Mapping[str, Any], new: Mapping[str, Any], arguments: Sequence[str],
     not_kept: Sequence[str] = (),
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The options of a resumed sweep: a note on those it keeps, those to record, those to use.
+) -> tuple[str, dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """For a resumed sweep: a note on the options it keeps, the options to record, and to use.
 
     `options` are the options of this call, `new` those of them that are recorded, `arguments` the
     arguments of the script.  `SIZE_OPTIONS` with their earlier value are not used, because the plan
@@ -296,7 +293,7 @@ def resumed_options(
 
 
 def _merged(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Both sets of options: lists and dictionaries are joined, other values are the new ones."""
+    """Both sets of options; lists and dictionaries are joined, other values come from `new`."""
     merged = {**kept, **new}
     for name in kept.keys() & new.keys():
         if isinstance(new[name], dict):

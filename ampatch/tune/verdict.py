@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ampatch.errors import AmpatchError
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.comparisons import comparison_text
-from ampatch.sweep.report.directions import option
+from ampatch.sweep.report.directions import direction_options
 from ampatch.sweep.report.margin import (
     ONE_PERCENT,
     Margin,
@@ -59,7 +59,7 @@ def passes(row: Row) -> bool:
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
     unknown = direction_unknown(row)
     if unknown:
-        raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
+        raise TuneError(f"{row.name}: {unknown}: {direction_options(row.comparisons[0].name)}.")
     untested = first_untested(row)
     if untested is not None:
         raise TuneError(

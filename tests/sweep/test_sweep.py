@@ -12,7 +12,7 @@ import pytest
 from sweep_runs import INITIALIZE, PLAIN, TRAINING, Said, log_of, planned, written
 
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial, read_results, read_runs, sweep
-from ampatch.sweep.execution.early_stops import failure, lacks_memory, reason_to_stop
+from ampatch.sweep.execution.early_stops import failure_text, lacks_memory, reason_to_stop
 from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.report.provenance import script_command
 
@@ -349,4 +349,4 @@ def test_a_failure_without_output_says_so(tmp_path):
     log = tmp_path / "run.log"
     log.write_text("\n")
     run = Run(Trial(Case("O1", "float16")), 0, 1.0, None, ended_by="timed out: after 15 s")
-    assert failure(run, log) == "O1-float16 seed 0 timed out: after 15 s. It printed nothing."
+    assert failure_text(run, log) == "O1-float16 seed 0 timed out: after 15 s. It printed nothing."

@@ -22,7 +22,7 @@ from sweep_made import CASES, made_run, made_sweep
 import ampatch.sweep
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, write_report
-from ampatch.sweep.measure.machine import repository
+from ampatch.sweep.measure.machine import commit_of
 from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.pictures import (
     COLOURS,
@@ -325,17 +325,17 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
     script.parent.mkdir()
     script.write_text("")
     other.write_text("")
-    assert repository(script).startswith("no commit: ")
+    assert commit_of(script).startswith("no commit: ")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another repository
     git("init")
     git("add", "other.py")
     git("commit", "-m", "one")
-    assert repository(script).endswith(", without train.py, which is in no commit")
+    assert commit_of(script).endswith(", without train.py, which is in no commit")
     git("add", "inner/train.py")
     git("commit", "-m", "two")
-    assert re.fullmatch("[0-9a-f]{40}", repository(script))
+    assert re.fullmatch("[0-9a-f]{40}", commit_of(script))
     other.write_text("changed")
-    assert re.fullmatch("[0-9a-f]{40}-dirty", repository(script))
+    assert re.fullmatch("[0-9a-f]{40}-dirty", commit_of(script))
 
 
 def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path, monkeypatch):

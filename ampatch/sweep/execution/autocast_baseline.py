@@ -48,7 +48,7 @@ class AutocastBaseline:
         self._scaled: dict[int, Any] = {}  # optimizers by id, from scale_loss to their step
         self._unscaled: set[int] = set()  # ids in `_scaled` whose gradients are unscaled
         self._stepped: set[int] = set()  # ids of optimizers stepped since the scaler's last update
-        self._last_skipped: dict[int, Any] = {}  # by id, whether the last step was skipped
+        self._last_skipped: dict[int, Any] = {}  # whether the last step was skipped, by id
         self._initialize = ampatch.initialize
         self._unscaled_losses = PlainTraining(recorder, "")
 

@@ -68,12 +68,9 @@ class AutocastOff:
 
         @functools.wraps(init)
         def __init__(
-            region: Any,
-            device_type: str,
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
+            region: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
             cache_enabled: bool | None = None,
-        ) -> None:
+        ) -> None:  # fmt: skip
             if self._is_lifted:
                 init(region, device_type, dtype, enabled, cache_enabled)
                 return

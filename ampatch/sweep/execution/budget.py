@@ -219,7 +219,7 @@ def choose_size(
     return chosen
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """`0:03:20`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 

@@ -11,7 +11,7 @@ from ampatch.sweep.cases_and_trials import SUBJECT
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.directory import Directory, RunFiles
-from ampatch.sweep.execution.early_stops import failure, reason_to_stop
+from ampatch.sweep.execution.early_stops import failure_text, reason_to_stop
 from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Progressed, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.notes import kind_note
@@ -81,10 +81,8 @@ class Coordinator:
                 schedule.set_queues(*self._queues())
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
-            raise SweepError(
-                f"These trials were lost because their workers died: {labels}. --resume runs them "
-                "again."
-            )
+            problem = f"These trials were lost because their workers died: {labels}"
+            raise SweepError(f"{problem}. --resume runs them again.")
 
     def _queues(self) -> tuple[list[Trial], list[Trial]]:
         base_has_run = any(run.case == BASE for run in self._collected.runs)
@@ -154,7 +152,7 @@ class Coordinator:
         if status(run) != OK and run.case not in self.shown_failures:
             self.shown_failures.add(run.case)
             if not reason:
-                new_notes.append(failure(run, self._files(run).log))
+                new_notes.append(failure_text(run, self._files(run).log))
         is_last = len(self._collected.runs) == len(self._plan.trials)
         if reason and is_last:
             new_notes.append(reason)

@@ -93,7 +93,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def choose(out: str | Path | None, title: str, takes_existing: bool) -> Path:
+def choose_directory(out: str | Path | None, title: str, takes_existing: bool) -> Path:
     """`out`, or by default `ampatch-sweep/TITLE`, with a number if that is in use.
 
     With `takes_existing` the default is the last of these folders that has a sweep, if any has.

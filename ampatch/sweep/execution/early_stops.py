@@ -7,8 +7,15 @@ from pathlib import Path
 
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
-from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.run_figures import DIVERGED, NO_STEP, NO_TRAINING, OK, brief, status
+from ampatch.sweep.report.numbers import pluralize
+from ampatch.sweep.report.run_figures import (
+    DIVERGED,
+    NO_STEP,
+    NO_TRAINING,
+    OK,
+    status,
+    status_name,
+)
 from ampatch.sweep.trial import BASE
 
 WRONG_ARGUMENTS = 2  # the exit status of argparse
@@ -53,7 +60,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
     remedy = " Give it more time: --resume --timeout SECONDS." if run.ended_by else ""
     if run.exit_code == WRONG_ARGUMENTS and not run.steps:
         remedy = " Arguments of the script stand after --: ampatch sweep SCRIPT -- ARGUMENTS."
-    steps = f"after {counted(run.steps, 'step')}" if run.steps else "before its first step"
+    steps = f"after {pluralize(run.steps, 'step')}" if run.steps else "before its first step"
     return (
         f"{script}: {run_status} at {run.trial.label}, {steps}. The other rows are compared with "
         f"O0, so none of them is run.{remedy}\n{last_lines(log)}"
@@ -73,7 +80,7 @@ def lacks_memory(message: str) -> bool:
     return any(word in message for word in _WITHOUT_ENOUGH_MEMORY)
 
 
-def failure(run: Run, log: Path) -> str:
+def failure_text(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output.  An error in the output is not repeated."""
     run_status, output = status(run), last_lines(log)
     is_stepless = run_status.startswith(NO_STEP)
@@ -81,7 +88,7 @@ def failure(run: Run, log: Path) -> str:
     if not output:
         return f"{run.trial.label} {run_status}.{hint} It printed nothing."
     if run_status.partition(": ")[2] in output:
-        run_status = brief(run_status)
+        run_status = status_name(run_status)
     return f"{run.trial.label} {run_status}.{hint} Its last lines:\n{output}"
 
 

@@ -29,7 +29,7 @@ def script_notes(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run],
     logs: Path,
 ) -> dict[str, str]:  # fmt: skip
-    """Notes on what the script does, by subject; the most important ones first."""
+    """Notes on what the script does, by subject; the most important notes first."""
     notes = {
         "first losses": first_loss_note(script, first_loss_differences(runs)),
         "losses": _loss_note(script, runs),
@@ -110,7 +110,7 @@ def half_baseline_recommendation(script: str, kind: Kind) -> str:
 def _seed_note(
     script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
 ) -> str:
-    """A note if seeds have no effect, or if the script seems to set constant ones.
+    """A note if seeds have no effect, or if the script seems to set constant seeds.
 
     Two runs show whether a seed of the script depends on the trial's; one run does not.
     """

@@ -19,7 +19,7 @@ from ampatch.sweep.json_files import from_json
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -94,14 +94,14 @@ class Plan:
         chosen, minutes = self.chosen, self._minutes
         seconds = self._timings.sweep_seconds(self.cases, chosen, self._ended)
         limit = "" if minutes is None else f" for --budget {minutes:g}"
-        note = f"Planned{limit}: {counted(self.seeds, 'seed')}"
+        note = f"Planned{limit}: {pluralize(self.seeds, 'seed')}"
         if chosen.rounds > chosen.seeds:  # each seed is a round of timing
-            note += f" and {counted(chosen.rounds, 'round')} of timing"
+            note += f" and {pluralize(chosen.rounds, 'round')} of timing"
         names = dict.fromkeys(case.level_name for case in chosen.included(self.cases))
         note += f" of {', '.join(names)}"
         if not chosen.seeds:
             note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
-        note += f"; about {budget.duration(seconds)} in all."
+        note += f"; about {budget.duration_text(seconds)} in all."
         if minutes is not None and seconds > 60 * minutes:
             note += " This is more than the budget, but a smaller plan could not compare the rows."
         return f"{note} {self.omission_note()}".strip()
@@ -113,7 +113,7 @@ class Plan:
             return ""
         if not chosen.tests_accuracy(wanted):
             return (
-                f"{counted(self.seeds, 'seed')} can show how fast the rows are. Comparing their "
+                f"{pluralize(self.seeds, 'seed')} can show how fast the rows are. Comparing their "
                 f"accuracy takes {MIN_TEST_SEEDS} seeds: run again with {self.resume_options()}."
             )
         with_o3 = dataclasses.replace(chosen, all_rows=True).trials(self.cases)
@@ -121,7 +121,7 @@ class Plan:
         left_out = {
             "O3": any(budget.is_due(trial, timings.failed) for trial in omitted),
             "a second timing of O0": not any(trial.again for trial in self.trials),
-            counted(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
+            pluralize(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
             "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
         }
         names = ", ".join(name for name, is_left_out in left_out.items() if is_left_out)

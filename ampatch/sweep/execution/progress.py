@@ -6,9 +6,9 @@ import shutil
 import time
 from typing import TextIO
 
-from ampatch.sweep.execution.budget import duration
+from ampatch.sweep.execution.budget import duration_text
 from ampatch.sweep.measure.run_record import Run
-from ampatch.sweep.report.run_figures import brief, status, step_ms
+from ampatch.sweep.report.run_figures import status, status_name, step_ms
 from ampatch.sweep.trial import Trial
 
 
@@ -82,7 +82,7 @@ class Lines(Progress):
 
     def _show_progress(self, trial: Trial, text: str) -> None:
         if self._end is not None:
-            text += f", about {duration(max(0.0, self._end - time.monotonic()))} left"
+            text += f", about {duration_text(max(0.0, self._end - time.monotonic()))} left"
         line = f"{self._names[trial]}: {text}"
         columns = shutil.get_terminal_size().columns
         self._write(line[1 - columns :] if self._is_terminal else f"{line}\n")
@@ -100,4 +100,4 @@ def run_line(run: Run) -> str:
     """How a run went, in one line and without details: `ok, 230 steps of 4.1 ms in 3.2 s`."""
     ms = step_ms(run.measured)
     step_time = f" of {ms:.2f} ms" if ms is not None else ""
-    return f"{brief(status(run))}, {run.steps} steps{step_time} in {run.seconds:.1f} s"
+    return f"{status_name(status(run))}, {run.steps} steps{step_time} in {run.seconds:.1f} s"

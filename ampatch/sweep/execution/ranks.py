@@ -27,7 +27,7 @@ _ROOT_CAUSE = re.compile(
 # In the sweep's process
 
 
-def launcher(processes: int, folder: Path) -> list[str]:
+def torchrun_arguments(processes: int, folder: Path) -> list[str]:
     """The arguments of torchrun, up to the name of the module that each rank runs."""
     to_files = ",".join(f"{rank}:3" for rank in range(1, processes))  # 3 means both streams
     return [

@@ -20,7 +20,7 @@ from typing import Any
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.cases_and_trials import SEED_VARIABLE, placeholders
+from ampatch.sweep.cases_and_trials import SEED_VARIABLE, fill_placeholders
 from ampatch.sweep.execution import ranks, user_files
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.placement import Placement
@@ -131,7 +131,7 @@ class Runner:
         )  # fmt: skip
         write_json(files.run, run.to_json())
         if control.warm is not None:
-            control.warm.learn(read_json(files.imports))
+            control.warm.store_imports(read_json(files.imports))
         files.remove_temporary_files()
         return run
 
@@ -183,14 +183,14 @@ class Runner:
                     os.close(descriptor)
 
     def script_arguments(self, trial: Trial) -> list[str]:
-        """The script's arguments, with placeholders replaced."""
+        """The script's arguments, with fill_placeholders replaced."""
         directory = str(RunFiles.of(self.directory, trial).directory.resolve())
-        return placeholders(self.arguments, trial.seed, self.steps, directory)
+        return fill_placeholders(self.arguments, trial.seed, self.steps, directory)
 
     def _command(self, request: dict[str, Any], files: RunFiles) -> list[str]:
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
-            launcher += ranks.launcher(self.processes, files.ranks)
+            launcher += ranks.torchrun_arguments(self.processes, files.ranks)
         return [*launcher, "ampatch.sweep.execution.child", json.dumps(to_json(request))]
 
 

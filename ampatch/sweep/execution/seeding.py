@@ -1,4 +1,4 @@
-"""Seeds in the child: those that the sweep sets, and those that the script sets itself.
+"""Seeds in the child, which the sweep and the script set.
 
 The sweep seeds torch, `random` and numpy before the script starts.  A script that seeds itself with
 a constant overrides these seeds; `ScriptSeeds` records the first such call.  With --override-seeds
@@ -29,7 +29,7 @@ _SEEDING_FUNCTIONS = {
     "random.seed": ("random",),
     "numpy.random.seed": ("numpy.random",),
 }
-"""The functions that seed global generators, except those of devices, and their modules."""
+"""The functions that seed global generators, except device functions, and their modules."""
 
 
 def seed_everything(seed: int) -> None:

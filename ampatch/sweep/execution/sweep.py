@@ -15,7 +15,7 @@ from ampatch.sweep.cases_and_trials import counts_its_steps
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.coordinator import Coordinator, SweepError
-from ampatch.sweep.execution.directory import Directory, choose, results_in
+from ampatch.sweep.execution.directory import Directory, choose_directory, results_in
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.placement import device_groups
 from ampatch.sweep.execution.plan import Plan
@@ -52,7 +52,7 @@ class Sweep:
         self._program = Program(str(script), sweep_options.module)
         self._file = self._program.file()
         self.script = str(self._program)
-        path = choose(
+        path = choose_directory(
             sweep_options.out, self._program.title, sweep_options.resume or sweep_options.overwrite
         )
         existing = results_in(path, sweep_options.files)

@@ -33,7 +33,7 @@ class WarmStarts:
         """Whether a cold run is to list its imports."""
         return IS_POSSIBLE and self._imports is None
 
-    def learn(self, imports: dict[str, Any] | None) -> None:
+    def store_imports(self, imports: dict[str, Any] | None) -> None:
         """Store the imports of the first cold run, and the variables that it has set."""
         self._imports = self._imports or imports
 

@@ -43,13 +43,13 @@ def machine_conditions() -> dict[str, Any]:
     return {
         "began": time.time(),  # seconds
         "native": native.status().active,
-        **load("load_at_start"),
+        **load_average("load_at_start"),
         "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
     }
 
 
-def load(name: str) -> dict[str, float]:
+def load_average(name: str) -> dict[str, float]:
     """The load average over a minute under this name; empty if there is none (Windows)."""
     return {name: round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
 
@@ -66,7 +66,7 @@ def _cpu() -> str:
 
 def provenance(script: Path) -> dict[str, str]:
     """The command of this process and the commit of the script."""
-    return {"command": command_line(sys.orig_argv), "git": repository(script)}
+    return {"command": command_line(sys.orig_argv), "git": commit_of(script)}
 
 
 def resumed_provenance(script: Path, earlier: dict[str, str]) -> dict[str, str]:
@@ -91,7 +91,7 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join([Path(program).name, *rest])
 
 
-def repository(script: Path) -> str:
+def commit_of(script: Path) -> str:
     """The commit of the script's repository, with `-dirty` if files differ from the commit."""
     folder = script.resolve().parent
     commit = _git(folder, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")

@@ -13,7 +13,7 @@ import ampatch
 from ampatch.device_figures import name_of
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
-from ampatch.sweep.measure.machine import load, machine_conditions
+from ampatch.sweep.measure.machine import load_average, machine_conditions
 from ampatch.sweep.measure.readings import Readings, Track, peak_memory
 from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
@@ -98,20 +98,17 @@ class Recorder:
             vars(self._properties) if self._properties else {},
         )
         return Measured(
-            opt_level=level,
-            properties={key: str(value) for key, value in properties.items()},
+            opt_level=level, properties={key: str(value) for key, value in properties.items()},
             skipped=[bool(value) for value in self._skipped.read()],
             **self._times.of_main_optimizer(),
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._loss_scale if (scale := self._current_scale()) is None else scale,
-            device=self._device and name_of(self._device),
-            memory_bytes=memory_bytes,
-            memory_kind=memory_kind,
-            stopped_at=self._stopped_at,
-            machine={**self._machine, **load("load_at_end")},
-        )
+            device=self._device and name_of(self._device), memory_bytes=memory_bytes,
+            memory_kind=memory_kind, stopped_at=self._stopped_at,
+            machine={**self._machine, **load_average("load_at_end")},
+        )  # fmt: skip
 
     def _current_scale(self) -> float | None:
         try:

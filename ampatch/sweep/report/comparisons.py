@@ -23,7 +23,7 @@ from ampatch.sweep.trial import BASE
 Samples = dict[tuple[str, str], DataFrame]
 """Maps (row, quantity) to a frame with a line per seed: index `seed`, columns `value`, `steps`."""
 ONE_SEED, SAME_SEEDS = "one seed", "O0 is the same with each seed"  # reasons not to test
-MAX_STEP_RATIO = 1.02  # of the steps of two rows whose last losses are compared
+MAX_STEP_RATIO = 1.02  # last losses of rows whose numbers of steps differ by more are not compared
 
 
 def compare(

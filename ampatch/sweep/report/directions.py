@@ -67,7 +67,7 @@ def direction(name: str) -> str | None:
     return ways[0] if ways else None
 
 
-def option(name: str) -> str:
+def direction_options(name: str) -> str:
     """The command-line options for both directions of a metric: `--better X=lower or ...`."""
     lower, higher = (shlex.quote(f"{name}={way}") for way in ("lower", "higher"))
     return f"--better {lower} or --better {higher}"

@@ -37,7 +37,7 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def quantity(value: float | None) -> str:
+def quantity_text(value: float | None) -> str:
     """A loss or a metric with four decimals; a small or large value in scientific form."""
     if value is not None and abs(value) >= _LARGE:
         return number(value, "{:.3e}")
@@ -48,9 +48,9 @@ def quantity(value: float | None) -> str:
 def plus_minus(value: float | None, sd: float | None) -> str:
     """`0.976 ± 0.012`, with two digits of the standard deviation; only the mean without `sd`."""
     if value is None or not math.isfinite(value) or not sd or not math.isfinite(sd):
-        return quantity(value)
+        return quantity_text(value)
     if max(abs(value), sd) >= _LARGE:
-        return f"{quantity(value)} ± {sd:.1e}"
+        return f"{quantity_text(value)} ± {sd:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(sd)))
     if decimals > _MAX_DECIMALS:
         return f"{value:.3g} ± {sd:.1e}"
@@ -72,6 +72,6 @@ def split_interval(text: str) -> tuple[str, str]:
     return (value, f"[{interval}") if bracket and text.endswith("]") else (text, "")
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 from pandas import Series
 
-SIGNIFICANCE_LEVEL = 0.05  # for all rows together
+SIGNIFICANCE_LEVEL = 0.05  # probability of calling any equal row different, for all rows together
 CONFIDENCE = 0.95
 POWER = 0.8  # the probability with which a test finds `smallest_detectable`
 MIN_TEST_SEEDS = 3  # with fewer, rows that equal O0 are seldom shown to be within the margin

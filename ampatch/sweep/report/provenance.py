@@ -17,7 +17,7 @@ from ampatch.sweep.report.results import Results
 
 def facts(results: Results) -> dict[str, str]:
     """Names and values, each on one line: command, git, versions, device, threads, load."""
-    values = {  # provenance has a command, and may have git and device
+    values = {  # `provenance` replaces command, git and device, if it has them
         "command": script_command(results),
         "begun": results.started,
         "runs": f"{results.done} of {results.planned}",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.report import comparisons, margin, pace
-from ampatch.sweep.report.directions import option
+from ampatch.sweep.report.directions import direction_options
 from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS, smallest_detectable
 from ampatch.sweep.report.results import Comparison, Row
 from ampatch.sweep.trial import BASE
@@ -22,7 +22,7 @@ from ampatch.sweep.trial import BASE
 NOTHING_YET = "Nothing to compare yet"
 MAX_SEEDS = 50  # more are never suggested
 _MAX_MEMORY_RATIO = 0.95  # to O0's: a row with less is worth a sentence on its memory
-_HALF_RANK = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # by how much runs in half
+_HALF_RANK = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # higher if more runs in half
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def missing_evidence(row: Row) -> MissingEvidence | None:
     judged = row.comparisons[0]
     if judged.has_no_verdict:
         seeds = MIN_TEST_SEEDS if judged.untested == comparisons.ONE_SEED else 0
-        return MissingEvidence(direction_unknown(row), seeds, option(judged.name))
+        return MissingEvidence(direction_unknown(row), seeds, direction_options(judged.name))
     untested = margin.first_untested(row)
     if untested is not None:
         seeds = MIN_TEST_SEEDS if untested.untested == comparisons.ONE_SEED else 0

@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from ampatch.sweep.json_files import to_json, write_json, write_whole
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
 from ampatch.sweep.report.table import mark_notes, notes, table
 
@@ -84,8 +84,8 @@ def as_markdown(results: Results) -> str:
         "summary.md",
         script=Path(results.script).name,
         called=provenance.script_command(results),
-        seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
-        runs=counted(results.planned, "run"),
+        seeds=pluralize(max((row.seeds for row in rows), default=0), "seed"),
+        runs=pluralize(results.planned, "run"),
         results=results,
         figures=table(rows),
         explained=" ".join(notes(rows)),

@@ -117,8 +117,8 @@ def status(run: Run) -> str:
     return divergence(measured) or OK
 
 
-def brief(status: str) -> str:
-    """A status without its details, for a cell of a table: `crashed`, `diverged at step 12`."""
+def status_name(status: str) -> str:
+    """The status up to the colon, for a cell of a table: `crashed`, `diverged at step 12`."""
     return status.partition(":")[0]
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pandas import DataFrame
 
 from ampatch.sweep.report.comparisons import MAX_STEP_RATIO, difference_text
-from ampatch.sweep.report.directions import option
+from ampatch.sweep.report.directions import direction_options
 from ampatch.sweep.report.margin import LAST_LOSS
-from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
+from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity_text, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
-from ampatch.sweep.report.run_figures import OK, brief
+from ampatch.sweep.report.run_figures import OK, status_name
 
 MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
@@ -41,7 +41,7 @@ class Column:
 
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
-    """The texts of all columns or of the `main` ones, without empty columns."""
+    """The texts of all columns, or of the `main` columns; without empty columns."""
     chosen = [column for column in columns(rows) if column.main or not main]
     texts = [[column.text(row) for column in chosen] for row in rows]
     frame = DataFrame(texts, columns=[column.title for column in chosen], dtype=str)
@@ -52,7 +52,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns of a table of `rows`: the fixed columns, and one for each metric."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _ARROWS[way] for name, way in _directions(rows).items()}
-    status = Column("status", lambda row: brief(row.status), main=False)
+    status = Column("status", lambda row: status_name(row.status), main=False)
     return [
         Column("row", lambda row: row.name),
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
@@ -60,7 +60,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("speed", _speed),
         Column("memory MiB", _mebibytes),
         *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _is_uneven(rows) else []),
-        Column("first loss", lambda row: quantity(row.first_loss), main=False),
+        Column("first loss", lambda row: quantity_text(row.first_loss), main=False),
         _mean_column(LAST_LOSS, lambda row: row.last_loss),
         *(
             _mean_column(name, lambda row, name=name: row.metrics.get(name), marks.get(name, ""))
@@ -130,7 +130,7 @@ def _unknown_note(rows: Sequence[Row]) -> list[str]:
     return [
         f"{UNKNOWN}: the name does not say whether lower or higher is better "
         f"({', '.join(names)}), so nothing is recommended if it differs; give "
-        f"{option(names[0])}."
+        f"{direction_options(names[0])}."
     ]
 
 

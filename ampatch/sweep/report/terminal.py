@@ -12,9 +12,9 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.results import Results, Row
-from ampatch.sweep.report.run_figures import brief
+from ampatch.sweep.report.run_figures import status_name
 from ampatch.sweep.report.table import notes, table
 
 
@@ -30,8 +30,8 @@ def write_results(results: Results, stream: TextIO, shown_failures: Collection[s
         stream.write("\n")
     for row in results.rows:
         if row.outcome == "failed" and row.label in shown_failures:
-            failed = f"{row.runs - row.good_runs} of {counted(row.runs, 'run')}"
-            _write_line(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
+            failed = f"{row.runs - row.good_runs} of {pluralize(row.runs, 'run')}"
+            _write_line(f"{row.name}: {status_name(row.status)} in {failed}, as shown", stream)
         else:
             _write_line(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:

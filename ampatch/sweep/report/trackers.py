@@ -35,9 +35,7 @@ class Point(NamedTuple):
 
 
 def points(run: Run) -> Iterator[Point]:
-    """The points of a run, with the tags `loss` (`loss/ID` for further losses), `loss scale`,
-    `metrics/NAME`, `step ms` and `skipped`.
-    """
+    """Points with the tags `loss`, `loss/ID`, `loss scale`, `metrics/NAME`, `step ms`, `skipped`."""
     measured = run.measured or Measured()
     by_tag = {f"metrics/{name}": series for name, series in measured.metrics.items()}
     for tag, by_id in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
