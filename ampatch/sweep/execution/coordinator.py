@@ -46,11 +46,9 @@ class Coordinator:
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
-        """Add the runs of an earlier part of the sweep.
-
-        A run that stopped the sweep is repeated, because its cause may be fixed.
-        """
+        """Add the runs of the sweep that is resumed."""
         for run in self._directory.finished(self._plan.possible, self._options.timeout):
+            # A run that stopped the sweep is repeated, because its cause may be fixed.
             if not self._reason_to_stop(run):
                 log, patterns = self._files(run).log, self._options.metrics
                 if run.measured and patterns and log.exists():
@@ -134,10 +132,8 @@ class Coordinator:
 
     def _warn_if_over_budget(self, display: Progress) -> None:
         """Warn once that the first run alone takes longer than the budget."""
-        seconds = time.monotonic() - self._started_at
-        if self._collected.runs or self._has_warned_over_budget:
-            return
-        if self._plan.exceeds_budget(seconds):
+        is_first = not (self._collected.runs or self._has_warned_over_budget)
+        if is_first and self._plan.exceeds_budget(time.monotonic() - self._started_at):
             self._has_warned_over_budget = True
             display.show_note(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "

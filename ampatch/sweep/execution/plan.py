@@ -47,11 +47,8 @@ class Plan:
         self._half_speeds = HalfSpeeds(
             recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {}))
         )
-        if (
-            has_half_rows
-            and not self._half_speeds.lowest
-            and (chooses_dtypes or self._minutes is not None)
-        ):
+        needs_speeds = has_half_rows and (chooses_dtypes or self._minutes is not None)
+        if needs_speeds and not self._half_speeds.lowest:
             self._half_speeds = measure_half_dtypes()
         if has_half_rows and chooses_dtypes:
             self.dtypes = recorded.get("dtypes") or self._half_speeds.fast
@@ -66,10 +63,7 @@ class Plan:
         return max(1, self.chosen.seeds)
 
     def replan(self, runs: Sequence[Run]) -> bool:
-        """Choose the size again from all runs.
-
-        Returns whether the user should be told about the new plan.
-        """
+        """Choose the size again from all runs; returns whether to tell the user about the plan."""
         earlier_timings = self._timings
         tested_accuracy = self.chosen.tests_accuracy(self.wanted)
         self._timings = Timings.of(runs, self._half_speeds.lowest)
@@ -271,10 +265,6 @@ class Plan:
         if options.rows is not None:
             return check_possible(list(dict.fromkeys(options.rows)), self.kind)
         return cases(
-            options.levels,
-            self.dtypes,
-            overrides=options.overrides,
-            autocast=options.autocast,
-            tf32=has_tf32(),
-            kind=self.kind,
-        )
+            options.levels, self.dtypes, overrides=options.overrides, autocast=options.autocast,
+            tf32=has_tf32(), kind=self.kind,
+        )  # fmt: skip

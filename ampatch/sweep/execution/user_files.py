@@ -56,8 +56,8 @@ def copy_of(folder: Path, copy: Path, excluded: Path) -> Iterator[None]:
         (copy / name).symlink_to((folder / name).resolve())
 
     def ignored(parent: str, names: list[str]) -> list[str]:
-        never = [name for name in names if name in _IGNORED or Path(parent, name) == excluded]
-        return [*never, *(links if Path(parent) == folder else ())]
+        never_copied = [name for name in names if _is_ignored(parent, name, excluded)]
+        return [*never_copied, *(links if Path(parent) == folder else ())]
 
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     before = {path: path.lstat().st_mtime_ns for path in copy.rglob("*") if not path.is_dir()}
@@ -75,14 +75,13 @@ def copy_of(folder: Path, copy: Path, excluded: Path) -> Iterator[None]:
 def _files(folders: Sequence[Path], excluded: Path) -> Iterator[str]:
     for folder in folders:
         for parent, subfolders, names in os.walk(folder):
-            subfolders[:] = [
-                name
-                for name in subfolders
-                if not name.startswith(".")
-                and name not in _IGNORED
-                and Path(parent, name) != excluded
-            ]
+            visible = (name for name in subfolders if not name.startswith("."))
+            subfolders[:] = [name for name in visible if not _is_ignored(parent, name, excluded)]
             yield from (os.path.join(parent, name) for name in names)
+
+
+def _is_ignored(parent: str, name: str, excluded: Path) -> bool:
+    return name in _IGNORED or Path(parent, name) == excluded
 
 
 def _size(path: Path, excluded: Path) -> int:

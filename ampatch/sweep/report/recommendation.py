@@ -1,8 +1,7 @@
 """Which row is recommended, or what is missing to recommend one, as a short text.
 
-docs/explanation/sweep_figures.md says what must be shown of a row ("What is recommended").  Three
-other files decide whether rows start alike (`first_loss_check.py`), which difference matters
-(`margin.py`), and which rows are faster (`pace.py`).
+docs/explanation/sweep_figures.md says what must be shown of a row ("What is recommended").  See
+`first_loss_check.py`, `margin.py` and `pace.py` for the tests of first losses, accuracy and speed.
 """
 
 from __future__ import annotations
@@ -209,10 +208,7 @@ def _seeds_for(judged: Comparison) -> int:
 
 
 def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:
-    """The row that computes most in FP32.
-
-    Among equals the one that is like the script's own AMP, then the fastest.
-    """
+    """The row that computes most in FP32; among equals, first the script's own AMP, then speed."""
     script_level = "autocast" if kind.lacks_initialize else "O1"
 
     def order(row: Row) -> tuple[int, bool, float]:

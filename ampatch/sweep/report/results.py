@@ -58,11 +58,9 @@ class Comparison:
     `difference` (not corrected for the number of rows).  `p` is the two-sided probability by the
     paired t test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that
     the test would have found with probability 80 %.  `matters` is the margin: a smaller difference
-    does not matter (`--margin`).
-
-    `outcome` is "within" (no difference was found), "better", "worse", "small" (worse by less than
-    the margin), "different" (neither direction is known to be better) or "untested"; `untested` is
-    the reason.
+    does not matter (`--margin`).  `outcome` is "within" (no difference was found), "better",
+    "worse", "small" (worse by less than the margin), "different" (neither direction is known to be
+    better) or "untested"; `untested` is the reason.
     """
 
     name: str  # "last loss", or the name of a metric

@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def points(run: Run) -> Iterator[Point]:
-    """Points with the tags `loss`, `loss/ID`, `loss scale`, `metrics/NAME`, `step ms`, `skipped`."""
+    """Points tagged `loss`, `loss/ID`, `loss scale`, `metrics/NAME`, `step ms` and `skipped`."""
     measured = run.measured or Measured()
     by_tag = {f"metrics/{name}": series for name, series in measured.metrics.items()}
     for tag, by_id in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
