@@ -28,7 +28,7 @@ from ampatch.sweep.report.pictures import (
     COLOURS,
     FORMATS,
     LOOKS,
-    POINTS,
+    MAX_POINTS,
     differences,
     lines_of,
     losses_of,
@@ -208,8 +208,8 @@ def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
     line = lines_of(losses_of(runs))["O0"]
-    size = 1000 // POINTS
-    assert len(line) == POINTS and line.x[0] == (size - 1) / 2
+    size = 1000 // MAX_POINTS
+    assert len(line) == MAX_POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
     assert line.y[0] == pytest.approx((first + second) / 2)
     assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))

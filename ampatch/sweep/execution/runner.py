@@ -195,10 +195,7 @@ class Runner:
 
 
 def _import_seconds(child: object, started_at: float, measured: Measured | None) -> float:
-    """Seconds that a cold child took from its start to the start of its recorder.
-
-    0 for a forked child, which imports nothing.
-    """
+    """Seconds from the start of a cold child to the start of its recorder; 0 for a forked child."""
     began = measured.machine.get("began") if measured else None
     return 0.0 if began is None or isinstance(child, ForkedTrial) else max(0.0, began - started_at)
 
