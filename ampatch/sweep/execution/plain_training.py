@@ -31,7 +31,7 @@ def watch_automatic(recorder: Recorder, settings: dict[str, Any]) -> None:
     `settings` has the opt level and the dtype of the environment.
     """
     PlainTraining(recorder, "").watch_losses()
-    hooks = ("on_step", "on_scale", "on_metrics")  # not on_loss, which gets scaled losses here
+    hooks = ("on_step", "on_scale", "on_metrics")  # `watch_losses` reports the losses
     ampatch.observe(SimpleNamespace(**{name: getattr(recorder, name) for name in hooks}))
     recorder.on_initialize(properties_for(settings["opt_level"], settings["dtype"]))
 

@@ -183,7 +183,7 @@ class Runner:
                     os.close(descriptor)
 
     def script_arguments(self, trial: Trial) -> list[str]:
-        """The script's arguments, with fill_placeholders replaced."""
+        """The script's arguments, with placeholders replaced."""
         directory = str(RunFiles.of(self.directory, trial).directory.resolve())
         return fill_placeholders(self.arguments, trial.seed, self.steps, directory)
 
@@ -237,7 +237,7 @@ def _signal(child: subprocess.Popen[bytes] | ForkedTrial, number: int) -> None:
 
 
 MALLOC_VARIABLES = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # bytes; the most that glibc takes
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # in bytes; the largest value that glibc accepts
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**27),
 }

@@ -20,22 +20,22 @@ from ampatch.sweep.trial import BASE
 
 NOTHING_YET = "Nothing to compare yet"
 MAX_SEEDS = 50  # more are never suggested
-_MAX_MEMORY_RATIO = 0.95  # to O0's: a row with less is worth a sentence on its memory
+_MAX_MEMORY_RATIO = 0.95  # relative to O0's memory; only less memory is mentioned
 _HALF_RANK = {"O0": 0, "autocast": 1, "O1": 1, "O2": 2, "O3": 3}  # higher if more runs in half
 
 
 @dataclass(frozen=True)
 class MissingEvidence:
-    """What is not known of a row's accuracy, and how to find it out, if options can."""
+    """What is not known of a row's accuracy, and the options that would settle it."""
 
     text: str
-    seeds: int = 0  # the number that settles it; 0 if more seeds do not help
-    direction_option: str = ""  # gives the judged metric a direction
+    seeds: int = 0  # number of seeds to run; 0 if more seeds do not help
+    direction_options: str = ""  # options that give the judged metric a direction
 
     @property
     def options(self) -> str:
-        """The options of a sweep that settle it."""
-        return f"{f'--seeds {self.seeds}' if self.seeds else ''} {self.direction_option}".strip()
+        seeds = f"--seeds {self.seeds} " if self.seeds else ""
+        return f"{seeds}{self.direction_options}".strip()
 
 
 def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The results of a sweep, and where each of them is, for code that reads or draws them.
+"""The results of a sweep and their files, for code that reads or draws them.
 
     DIR/summary.json       `Results`: settings, rows, recommendation; rewritten after each run
     DIR/summary.csv .md .tex  the table: see `result_files.py`
