@@ -212,9 +212,8 @@ def test_the_state_of_torchs_gradscaler_loads():
         theirs.step(other)
         theirs.update()
     assert ampatch.loss_scale(0) == theirs.get_scale() == 3 * 4096.0
-    assert (
-        ampatch.loss_scale(1) == 4096.0 and ampatch.state_dict()["loss_scaler1"]["unskipped"] == 5
-    )
+    assert ampatch.loss_scale(1) == 4096.0
+    assert ampatch.state_dict()["loss_scaler1"]["unskipped"] == 5
 
 
 @pytest.mark.parametrize("floor, cap, expected", [(1.0, 64.0, 64.0), (1024.0, 2.0**20, 1024.0)])

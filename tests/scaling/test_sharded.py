@@ -17,12 +17,7 @@ import sharded_training as training
 import small_training
 import torch.distributed.checkpoint as dcp
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 
 ORDERS = ("sharded first", "initialized first")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -250,7 +245,9 @@ def from_meta(rank: int, order: str) -> dict:
         amp.initialize(model, **settings)
     model.to_empty(device="cpu")
     values = training.Net(norm=True).state_dict() | {"place": torch.zeros(4)}
-    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+    states.set_model_state_dict(
+        model, values, options=states.StateDictOptions(full_state_dict=True)
+    )
     optimizer = amp.add_optimizers(training.MAKE["AdamW"](model.parameters()))
     losses = training.steps(model, optimizer, training.of_rank(rank))
     return {"losses": losses, "weights": training.whole(model)}
@@ -483,11 +480,13 @@ def saved_or_loaded(
                 parameter.zero_()
     else:
         training.steps(model, optimizer, lambda step, part: 10 * rank + step, count=3)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    of_model, of_optimizer = states.get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
     if loads:
         dcp.load(state, checkpoint_id=folder, no_dist=count == 1)
-        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        states.set_state_dict(
+            model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer
+        )
         amp.load_state_dict(state["amp"])
     else:
         dcp.save(state, checkpoint_id=folder)

@@ -12,11 +12,8 @@ import torch
 from frames import entered
 from small_training import backward, data, same, seeded, start, train
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 import ampatch
 from ampatch.torch_private import optimizers as torch_optimizers
@@ -80,7 +77,11 @@ def test_a_profiler_sees_both_ranges():
 
 
 @pytest.mark.parametrize(
-    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+    "register",
+    [
+        torch_optimizer.register_optimizer_step_pre_hook,
+        torch_optimizer.register_optimizer_step_post_hook,
+    ],
 )
 def test_hooks_of_all_optimizers_run(register):
     """Those of one: situations."""

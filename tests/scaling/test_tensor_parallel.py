@@ -17,15 +17,8 @@ import ampatch as amp
 pytest.importorskip("torch.distributed.tensor.debug", reason="torch without torch.distributed")
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as tensor_parallel
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 
 @pytest.fixture(params=["ranks", slow("four_ranks")])
@@ -77,22 +70,29 @@ class Run:
 
 def parallel(model: Net, mesh: DeviceMesh, run: Run) -> Net:
     plan = {
-        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "wide": ColwiseParallel(),
-        "narrow": RowwiseParallel(output_layouts=Shard(1)),
-        "scores": ColwiseParallel(
+        "words": tensor_parallel.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        ),
+        "norm": tensor_parallel.SequenceParallel(),
+        "wide": tensor_parallel.ColwiseParallel(),
+        "narrow": tensor_parallel.RowwiseParallel(output_layouts=Shard(1)),
+        "scores": tensor_parallel.ColwiseParallel(
             input_layouts=Shard(1),
             output_layouts=Shard(-1) if run.losses_are_parallel else Replicate(),
             use_local_output=not run.losses_are_parallel,
         ),
     }
     if run.partly:  # plain parameters beside DTensors
-        plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+        plan = {
+            "wide": tensor_parallel.ColwiseParallel(),
+            "narrow": tensor_parallel.RowwiseParallel(),
+        }
     else:
-        inputs = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        parallelize_module(model.wide, mesh, inputs)
-    parallelize_module(model, mesh, plan)
+        inputs = tensor_parallel.PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        tensor_parallel.parallelize_module(model.wide, mesh, inputs)
+    tensor_parallel.parallelize_module(model, mesh, plan)
     if run.tied:
         model.scores.weight = model.words.weight
     return model
@@ -158,7 +158,7 @@ def train(rank: int, run: Run) -> dict:
             if run.counts:
                 seen = stack.enter_context(CommDebugMode())
             if run.losses_are_parallel and mesh is not None:
-                stack.enter_context(loss_parallel())
+                stack.enter_context(tensor_parallel.loss_parallel())
             for part in range(run.micro):
                 x = data(10 * step + part)
                 loss = loss_of(model, x, run)

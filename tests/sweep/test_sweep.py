@@ -324,9 +324,8 @@ def test_a_row_that_swallows_its_errors_is_marked_and_the_others_run(tmp_path):
     assert (base.status, autocast.status, autocast.steps) == ("ok", "ok", 9)
     assert row.status.startswith("took no step") and (row.outcome, row.runs) == ("failed", 1)
     [said] = [event for event in shown.events if "took no step" in event]
-    assert (
-        "The script may catch its errors." in said and "skipped: a batch that is too large" in said
-    )
+    assert "The script may catch its errors." in said
+    assert "skipped: a batch that is too large" in said
 
 
 def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
@@ -335,10 +334,8 @@ def test_each_trial_has_a_directory_of_its_own(tmp_path, monkeypatch):
     plan = planned(tmp_path, RESUMING, place, **OF_TWO).run()
     assert [(row.status, row.steps) for row in plan.rows] == [("ok", 9), ("ok", 9)]
     kept = sorted(plan.directory.glob("runs/*.dir/checkpoint.json"))
-    assert [path.parent.name for path in kept] == [
-        "O0.seed0.repeat0.dir",
-        "O1-bfloat16.seed0.repeat0.dir",
-    ]
+    names = [path.parent.name for path in kept]
+    assert names == ["O0.seed0.repeat0.dir", "O1-bfloat16.seed0.repeat0.dir"]
     (plan.directory / "runs/O0.seed0.repeat0.json").unlink()  # as after a kill in its middle
     assert planned(tmp_path, RESUMING, place, resume=True, **OF_TWO).run().rows[0].steps == 9
     planned(tmp_path, RESUMING, place, overwrite=True).close()
