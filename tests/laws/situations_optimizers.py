@@ -177,6 +177,16 @@ class Lookahead:
                 p.copy_(slow)
 
 
+class Borrowing(torch.optim.Optimizer):
+    """Its methods are those of an optimizer that it holds."""
+
+    def __init__(self, params):
+        inner = SGD(params)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+
+
 class Cached(torch.optim.SGD):
     def __init__(self, params):
         params = list(params)
@@ -191,7 +201,7 @@ class Cached(torch.optim.SGD):
 
 
 @situation(cases={"a_list_of_its_own": Cached})
-@situation("O1 O2", cases={"an_optimizer_around_an_optimizer": Lookahead})
+@situation("O1 O2", cases={"an_optimizer_around_another": Lookahead, "with_its_methods": Borrowing})
 def optimizers_of_other_kinds(amp, case):
     trained(amp, make=case, count=5)
 

@@ -28,7 +28,6 @@ from small_training import (
     start,
     values,
 )
-from test_every_optimizer import classes
 from torch import nn
 
 import ampatch
@@ -81,28 +80,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
         with pytest.raises(RuntimeError, match="dtype"):
             optimizer.step(closure)
     optimizer.step(closure)
-
-
-def test_torch_optimizers_evaluate_once():
-    kinds = set(classes().values()) - {torch.optim.LBFGS}
-    assert len(kinds) >= 12
-    for kind in kinds:
-        weight = nn.Parameter(torch.ones(2, 2))
-        optimizer = kind([weight], lr=0.1)
-        at = []
-
-        def closure(weight=weight, kind=kind, at=at):
-            at.append(weight.detach().clone())
-            weight.grad = torch.ones(2, 2)
-            weight.grad = weight.grad.to_sparse() if kind is torch.optim.SparseAdam else weight.grad
-            return weight.sum()
-
-        optimizer.step(closure)
-        assert len(at) == 1 and torch.equal(at[0], torch.ones(2, 2)), kind
-        ampatch.initialize([], optimizer, opt_level="O1", dtype=torch.float16, verbosity=0)
-        optimizer.step(closure)
-        ampatch.deactivate()
-        assert len(at) == 2, kind
 
 
 @pytest.mark.parametrize(

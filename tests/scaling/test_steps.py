@@ -10,7 +10,7 @@ import inspect
 import pytest
 import torch
 from frames import entered
-from small_training import backward, data, same, seeded, start, train
+from small_training import backward, data, seeded, start, train
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -118,24 +118,3 @@ def test_methods_that_others_have_wrapped_are_called(monkeypatch):
         monkeypatch.setattr(Optimizer, name, noticing(name))
     train(*start("O1", Optimizer))
     assert seen == ["zero_grad", "step"]
-
-
-class Around(torch.optim.Optimizer):
-    """Its methods are those of an optimizer that it holds."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups, self.state = inner.param_groups, inner.state
-        self.step, self.zero_grad = inner.step, inner.zero_grad
-
-
-def test_the_methods_of_a_wrapped_optimizer_are_called_on_it():
-    model, seen = seeded(), []
-    inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    inner.register_step_post_hook(lambda *_: seen.append("post"))
-    optimizer = Around(inner)
-    ampatch.initialize(model, optimizer, init_scale=8.0, verbosity=0)
-    train(model, optimizer)
-    assert seen == ["post"] and not same(list(model.parameters()), list(seeded().parameters()))
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
