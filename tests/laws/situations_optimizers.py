@@ -5,6 +5,7 @@ Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -258,18 +259,26 @@ def a_weight_of_two_optimizers(amp, case):
 
 @situation(ALL_LEVELS, cases={"model": 0, "optimizer": 1})
 def zero_grad_inside_the_block_by_the(amp, case):
-    """Before `backward`, where some put it: what was there is gone, not only set aside."""
+    """Before `backward`, where some put it, or behind: what was there, and what waits scaled, is
+    gone, not only set aside."""
     pair = amp.start(mlp(), **DYNAMIC)
     model, optimizer = pair
-    for x, y in batches(4):
-        loss = mse(model(x), y)
-        if amp.by_hand:
-            pair[case].zero_grad()
-        with amp.scaled(loss, optimizer) as scaled:
-            if not amp.by_hand:
+    for is_before, block in itertools.product((True, False), (LATE, {})):
+        for x, y in batches(2):
+            amp.backward(mse(model(-x), y), optimizer, block)
+            loss = mse(model(x), y)
+            if amp.by_hand and is_before:
                 pair[case].zero_grad()
-            scaled.backward()
-        optimizer.step()
+            with amp.scaled(loss, optimizer) as scaled:
+                if is_before and not amp.by_hand:
+                    pair[case].zero_grad(set_to_none=bool(block))
+                scaled.backward()
+                if not (is_before or amp.by_hand):
+                    pair[case].zero_grad(set_to_none=bool(block))
+            if amp.by_hand and not is_before:
+                pair[case].zero_grad()
+            amp.backward(mse(model(2 * x), y), optimizer)
+            optimizer.step()
 
 
 @situation("O1 O2")
