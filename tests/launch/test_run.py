@@ -239,9 +239,7 @@ def test_it_sees_what_python_would_show(how, tmp_path, both):
          "loss_scale 8.0 -> dynamic"),
     ],
 )  # fmt: skip
-def test_options_override_what_a_script_for_apex_gives_and_one_line_says_so(
-    options, printed, replaced, tmp_path
-):
+def test_options_override_the_scripts_and_one_line_says_so(options, printed, replaced, tmp_path):
     write(tmp_path / "train.py", LEGACY)
     done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O2")
     said = f"ampatch: replaced settings of the script: {replaced}\n" if replaced else ""
@@ -303,9 +301,7 @@ except Exception:
         ([], "model", 3, False),  # as for evaluation
     ],
 )
-def test_a_script_that_hides_why_it_takes_no_step_is_told(
-    options, initialize, size, said, tmp_path, here
-):
+def test_a_script_that_hides_its_errors_is_told(options, initialize, size, said, tmp_path, here):
     call = f"import ampatch; ampatch.initialize({initialize}, verbosity=0)" if initialize else ""
     text = CATCHES_ALL.replace("INITIALIZE", call).replace("SIZE", str(size))
     write(tmp_path / "train.py", text)

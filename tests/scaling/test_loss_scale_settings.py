@@ -246,9 +246,7 @@ def test_a_dynamic_scale_does_not_become_a_static_one(level, settings, level_of_
 
 
 @pytest.mark.parametrize("then, expected", [({}, 65536.0), ({"loss_scale": 64.0}, 256.0)])
-def test_a_static_scale_set_on_the_way_comes_back_and_does_not_become_a_dynamic_one(
-    then, expected, caplog
-):
+def test_a_static_scale_comes_back_and_does_not_become_a_dynamic_one(then, expected, caplog):
     """From 1.0 it would take 32000 steps to grow back."""
     start(loss_scale=64.0)
     ampatch.set_loss_scale(256.0)

@@ -65,17 +65,7 @@ def scale_of(dtype: torch.dtype) -> float:
     return 256.0 if dtype is FP16 else 1.0
 
 
-def by_ampatch(
-    rank: int,
-    order: str,
-    kind: str,
-    settings: dict,
-    options: dict,
-    norm: bool = False,
-    parts: int = 1,
-    shape: tuple = (2,),
-    sync: bool = False,
-) -> dict:
+def by_ampatch(rank, order, kind, settings, options, norm=False, parts=1, shape=(2,), sync=False):
     model = training.Net(norm)
     options = {**options, "mesh": training.mesh(shape)}
     optimizer = training.managed(model, kind, order, options, **settings)
@@ -92,9 +82,7 @@ def by_ampatch(
     return results
 
 
-def in_one_process(
-    model: nn.Module, make: Any, ranks: int, parts: int = 1, **settings: Any
-) -> list[torch.Tensor]:
+def in_one_process(model, make, ranks, parts=1, **settings: Any) -> list[torch.Tensor]:
     """The same under ampatch without shards; each step has the batches of all ranks."""
     optimizer = training.MAKE.get(make, make)(model.parameters())
     amp.initialize(model, optimizer, verbosity=0, **settings)
@@ -446,9 +434,7 @@ def test_half_shards_stay_half(ranks, level, sharded_first):
 # Checkpoints
 
 
-def saved_or_loaded(
-    rank: int, folder: str, count: int, order: str, shape: tuple, loads: bool
-) -> dict:
+def saved_or_loaded(rank, folder, count, order, shape, loads) -> dict:
     """A model at O2 and AdamW, on a mesh of `count` ranks or in one process.
 
     Three steps and a checkpoint, or what is in that checkpoint; then two more steps, in which all

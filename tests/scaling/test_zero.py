@@ -59,9 +59,7 @@ def zero(params, kind: str, **options):
     return ZeroRedundancyOptimizer(params, optimizer, **settings, **options)
 
 
-def managed(
-    level: str, dtype, kind: str, order="before", count=1, views=False, plain=False, **of_steps
-):
+def managed(level, dtype, kind, order="before", count=1, views=False, plain=False, **of_steps):
     """The model in DDP, which wraps it before `initialize` or after, and its optimizer."""
     model = Net()
     make, own = KINDS[kind]

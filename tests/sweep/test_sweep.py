@@ -272,9 +272,7 @@ def test_a_script_that_cannot_start_is_started_once_and_again_when_that_is_mende
         ("time.sleep(60)", {"timeout": 4}, "timed out: after 4 s at O0"),
     ],
 )
-def test_an_o0_that_does_not_end_well_ends_the_sweep_whatever_steps_it_took(
-    ending, options, said, tmp_path
-):
+def test_an_o0_that_does_not_end_well_ends_the_sweep_at_once(ending, options, said, tmp_path):
     script = f"{TRAINING}{INITIALIZE}    step(), step()\n    {ending}\n"
     plan = planned(tmp_path, script, **OF_TWO, **options)
     message = stopped(plan)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import slow
 from sweep_runs import PLAIN, Said, log_of, planned
 from warm_python import python
 
@@ -236,10 +237,7 @@ def needs(framework):
 SLOW = ("fabric", "lightning", "transformers")
 
 
-@pytest.mark.parametrize(
-    "framework",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOOPS],
-)
+@pytest.mark.parametrize("framework", [slow(name) if name in SLOW else name for name in LOOPS])
 def test_a_framework_trains_through_its_integration(framework, tmp_path):
     """Its own mixed precision is off at O0 and beside ampatch."""
     needs(framework)
@@ -266,9 +264,7 @@ IN_THE_SCRIPT = {
 """What of `LOOPS` is replaced where a script has the integration already."""
 
 
-@pytest.mark.parametrize(
-    "framework", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("framework", ["accelerate", slow("lightning")])
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
     needs(framework)
