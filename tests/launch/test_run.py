@@ -180,7 +180,6 @@ ENDINGS = (
     ids=[*ENDINGS, "module", "module message", "syntax", "chain", "import", "broken", "package"],
 )  # fmt: skip
 def test_it_ends_as_python_would(text, how, tmp_path, both):
-    """With the same exit code, output and traceback."""
     write(tmp_path / "train.py", text)
     write(tmp_path / "broken.py", "\nraise RuntimeError('at import')\n")
     write(tmp_path / "carrying/__init__.py", "import gone_for_good\n")
@@ -320,7 +319,6 @@ with torch.autocast("cpu", enabled=False):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_script_with_torchs_amp_is_told_what_is_right_for_it(beside, tmp_path, here):
-    """`--auto` would refuse it."""
     write(tmp_path / "train.py", "import helps\n" if beside else TORCH_AMP)
     write(tmp_path / "helps.py", TORCH_AMP)
     last = here("run", "--opt-level", "O1", "train.py").stderr.splitlines()[-1]

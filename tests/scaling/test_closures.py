@@ -177,8 +177,6 @@ def test_closures_in_other_places():
 
 
 def test_a_step_inside_a_step():
-    """A wrapper and what it wraps are both managed."""
-
     class Around(torch.optim.SGD):
         def __init__(self, params):
             super().__init__(params)

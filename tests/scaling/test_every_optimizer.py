@@ -111,8 +111,7 @@ def test_o2_is_the_loop_by_hand_and_a_skipped_step_changes_nothing(name, flags):
     assert ampatch.step_was_skipped(optimizer) and same(before, everything(model, optimizer))
 
 
-def test_differentiable():
-    """At O1 a step can be differentiated through, as without ampatch."""
+def test_a_step_can_be_differentiated_through_at_o1():
     results = []
     for managed in (False, True):
         weight = torch.full((3,), 2.0).requires_grad_()

@@ -78,7 +78,6 @@ def test_a_profiler_sees_both_ranges():
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_hooks_of_all_optimizers_run(when):
-    """Those of one: situations."""
     model, optimizer = start("O1")
     train(model, optimizer)
     seen = []

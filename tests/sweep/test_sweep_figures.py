@@ -61,7 +61,6 @@ def test_warm_up_and_pauses_do_not_count():
 
 
 def test_json_keeps_every_value(tmp_path):
-    """Also those that JSON has no word for."""
     measured = Measured(
         opt_level="O1",
         properties={"dtype": "torch.float16"},
