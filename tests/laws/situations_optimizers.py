@@ -48,14 +48,14 @@ def hooks_around_steps(amp):
 # Closures
 
 
-def closure_of(amp, model, optimizer, x, y):
+def closure_of(amp, model, optimizer, x, y, block=None):
     """What the docs pass to `step`."""
 
     def closure():
         if not isinstance(optimizer, ZeroFirst):
             optimizer.zero_grad()
         loss = mse(model(x), y)
-        amp.backward(loss, optimizer)
+        amp.backward(loss, optimizer, block)
         return loss
 
     return closure
@@ -89,7 +89,7 @@ class Extragradient(torch.optim.SGD):
 
 
 LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
-STATIC = {"loss_scale": 128.0}
+STATIC, LATE = {"loss_scale": 128.0}, {"delay_unscale": True}
 
 
 @situation(
@@ -101,7 +101,9 @@ STATIC = {"loss_scale": 128.0}
         "lbfgs": (LBFGS, STATIC),
         "sgd": (SGD, STATIC),
         "sgd_under_the_levels_scale": (SGD, {}),
+        "sgd_and_late_unscaling": (SGD, {}, LATE),
         "an_optimizer_that_zeroes_first": (partial(ZeroFirst, lr=0.1), STATIC),
+        "one_that_zeroes_first_and_late_unscaling": (partial(ZeroFirst, lr=0.1), STATIC, LATE),
         "extragradient": (partial(Extragradient, lr=0.1), STATIC),
     },
 )
@@ -115,11 +117,11 @@ def closures(amp, case):
     """LBFGS looks at gradients that are unscaled already.  Under a dynamic scale it could not go
     back after an overflow, as under `torch.amp.GradScaler`.  A closure called before `ZeroFirst`
     asks would leave it with no gradients at all."""
-    make, settings = case
+    make, settings, *block = case
     model, optimizer = amp.start(mlp(), make, **settings)
     for x, y in batches(3):
         with torch.no_grad():  # the optimizer evaluates it with gradients
-            loss = optimizer.step(closure=closure_of(amp, model, optimizer, x, y))
+            loss = optimizer.step(closure=closure_of(amp, model, optimizer, x, y, *block))
         if loss is not None:
             amp.record(loss)
 
@@ -221,7 +223,6 @@ def two_optimizers_on_one_model(amp):
 
 
 ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
-LATE = {"delay_unscale": True}
 
 
 @situation(ALL_LEVELS)

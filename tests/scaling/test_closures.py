@@ -82,17 +82,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
     optimizer.step(closure)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"), [(torch.optim.SGD, {}), (ZeroFirst, STATIC)], ids=["torch's", "own"]
-)
-def test_a_closure_that_delays_the_unscaling(kind, settings):
-    model, optimizer = start("O2", kind, **settings)
-    before = values(optimizer)
-    optimizer.step(closure_of(model, optimizer, delay_unscale=True))
-    expected = [-0.1 * grad for grad in float_grads(data())]
-    assert close(list(map(torch.sub, values(optimizer), before)), expected)
-
-
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)])
 def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, level, bad, steps):
@@ -225,29 +214,27 @@ class SAM(torch.optim.Optimizer):
     It climbs as often as `first_step` is called, and descends to where it began.
     """
 
-    def __init__(self, params, base, rho=0.05, **options):
+    def __init__(self, params, base, rho, **options):
         super().__init__(params, {"rho": rho, **options})
         self.base = base(self.param_groups, **options)
         self.param_groups = self.base.param_groups
 
-    def each(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    yield group, param
+    def trained(self):
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [param for param in params if param.grad is not None]
 
     @torch.no_grad()
     def first_step(self, zero_grad=False):
-        norm = torch.stack([param.grad.norm() for _, param in self.each()]).norm()
-        for group, param in self.each():
+        norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
+        for param in self.trained():
             self.state[param].setdefault("begun", param.detach().clone())
-            param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
+            param.add_(param.grad * (self.defaults["rho"] / (norm + 1e-12)))
         if zero_grad:
             self.zero_grad()
 
     @torch.no_grad()
     def second_step(self, zero_grad=False):
-        for _, param in self.each():
+        for param in self.trained():
             param.data = self.state[param].pop("begun")
         self.base.step()
         if zero_grad:
