@@ -73,8 +73,7 @@ def test_accumulation_with_no_sync_equals_one_big_batch(ranks, level):
     assert all(map(torch.equal, first, second))
 
 
-def test_a_loss_that_is_kept_is_refused_as_ddp_is():
-    """Both hold the nodes that add to gradients; the message names both."""
+def kept_loss(rank: int) -> None:
     model, optimizer = build(seed=0)
     loss = model(batch(0)[0]).sum()
     with pytest.raises(amp.AmpatchError, match="or a loss of it is still alive"):
@@ -82,6 +81,11 @@ def test_a_loss_that_is_kept_is_refused_as_ddp_is():
     assert "step" not in vars(optimizer) and model(batch(0)[0]).dtype is torch.float32
     del loss
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+
+
+def test_a_loss_that_is_kept_is_refused_as_ddp_is(ranks):
+    """Both hold the nodes that add to gradients; the message names both."""
+    ranks(kept_loss)
 
 
 LEVELS = [("", "O3"), ("O0", "O2"), ("O2", "O1"), ("O1", "O3")]
