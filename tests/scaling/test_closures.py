@@ -278,13 +278,6 @@ def by_halves(model, optimizer, step, first=1.0, second=1.0):
     optimizer.second_step(zero_grad=True)
 
 
-def by_closure(model, optimizer, step):
-    """Also after a plain `backward` through `scale_loss` before the step, as SAM's users write."""
-    backward(model, optimizer, data(step))
-    optimizer.step(lambda: backward(model, optimizer, data(step)))
-    optimizer.zero_grad()
-
-
 def by_hand(kind, steps):
     model, optimizer = start_sam(kind, None)
     for step in steps:
@@ -296,9 +289,12 @@ def by_hand(kind, steps):
 
 
 def test_trains_by_a_closure_as_in_float():
+    """After a plain `backward` through `scale_loss` before the step, as SAM's users write."""
     model, optimizer = start_sam(loss_scale=128.0)
-    for step in range(6):
-        by_closure(model, optimizer, step)
+    for batch in map(data, range(6)):
+        backward(model, optimizer, batch)
+        optimizer.step(lambda batch=batch: backward(model, optimizer, batch))
+        optimizer.zero_grad()
     assert ampatch.step_counts(optimizer) == (6, 0, 0)
     assert close(values(optimizer), by_hand("SGD", range(6)))
 

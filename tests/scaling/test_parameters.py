@@ -76,9 +76,7 @@ DIVIDE_BY_ZERO = {
     "Adagrad": torch.optim.Adagrad,
 }
 FINE = {
-    **{
-        f"{name}, eps": functools.partial(DIVIDE_BY_ZERO[name], eps=1e-3) for name in DIVIDE_BY_ZERO
-    },
+    **{f"{name}, eps": functools.partial(kind, eps=1e-3) for name, kind in DIVIDE_BY_ZERO.items()},
     "Adam, fused": functools.partial(torch.optim.Adam, fused=True),  # computes in FP32
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,  # its eps are two

@@ -51,13 +51,11 @@ def by_own_policy(rank: int, dtype: torch.dtype, kind: str, parts: int, shape: t
             parameter.grad.mul_(1 / scale)
 
     optimizer.register_step_pre_hook(unscale)
-    losses = training.steps(
-        model,
-        optimizer,
-        training.of_rank(rank),
-        parts=parts,
-        scale=lambda loss: contextlib.nullcontext(loss * scale),
-    )
+
+    def scaled(loss: torch.Tensor) -> Any:
+        return contextlib.nullcontext(loss * scale)
+
+    losses = training.steps(model, optimizer, training.of_rank(rank), parts=parts, scale=scaled)
     return {"losses": losses, "weights": training.whole(model)}
 
 

@@ -332,15 +332,9 @@ SCRIPT = f"""
 @pytest.fixture(scope="module")
 def ran(warm_trials, tmp_path_factory):
     """O0, O1, autocast and O2 with a setting of its own, one seed each, in float16."""
-    return planned(
-        tmp_path_factory.mktemp("engines"),
-        SCRIPT,
-        levels=["O0", "O1"],
-        overrides=["O2 growth_interval=500"],
-        dtypes=["float16"],
-        steps=STEPS,
-        metrics={"accuracy": r"accuracy: ([\d.]+)"},
-    ).run()
+    rows = {"levels": ["O0", "O1"], "overrides": ["O2 growth_interval=500"], "dtypes": ["float16"]}
+    options = {"steps": STEPS, "metrics": {"accuracy": r"accuracy: ([\d.]+)"}}
+    return planned(tmp_path_factory.mktemp("engines"), SCRIPT, **rows, **options).run()
 
 
 def plain_autocast():
@@ -368,13 +362,8 @@ def plain_autocast():
     return losses, scales, skipped
 
 
-def run_named(ran, label):
-    [run] = read_runs(ran.directory, label)
-    return run
-
-
 def test_the_autocast_row_is_plain_pytorch(ran):
-    measured = run_named(ran, "autocast-float16").measured
+    [measured] = [run.measured for run in read_runs(ran.directory, "autocast-float16")]
     losses, scales, skipped = plain_autocast()
     seconds = measured.losses["0"].seconds
     assert len(seconds) == 2 * STEPS and 0 < seconds[0] and seconds == sorted(seconds)
