@@ -180,7 +180,6 @@ ENDINGS = (
     ids=[*ENDINGS, "module", "module message", "syntax", "chain", "import", "broken", "package"],
 )  # fmt: skip
 def test_it_ends_as_python_would(text, how, tmp_path, both):
-    """With the same exit code, output and traceback."""
     write(tmp_path / "train.py", text)
     write(tmp_path / "broken.py", "\nraise RuntimeError('at import')\n")
     write(tmp_path / "carrying/__init__.py", "import gone_for_good\n")
@@ -239,9 +238,7 @@ def test_it_sees_what_python_would_show(how, tmp_path, both):
          "loss_scale 8.0 -> dynamic"),
     ],
 )  # fmt: skip
-def test_options_override_what_a_script_for_apex_gives_and_one_line_says_so(
-    options, printed, replaced, tmp_path
-):
+def test_options_override_the_scripts_and_one_line_says_so(options, printed, replaced, tmp_path):
     write(tmp_path / "train.py", LEGACY)
     done = ampatch_run(tmp_path, *options.split(), "train.py", AMPATCH_OPT_LEVEL="O2")
     said = f"ampatch: replaced settings of the script: {replaced}\n" if replaced else ""
@@ -303,9 +300,7 @@ except Exception:
         ([], "model", 3, False),  # as for evaluation
     ],
 )
-def test_a_script_that_hides_why_it_takes_no_step_is_told(
-    options, initialize, size, said, tmp_path, here
-):
+def test_a_script_that_hides_its_errors_is_told(options, initialize, size, said, tmp_path, here):
     call = f"import ampatch; ampatch.initialize({initialize}, verbosity=0)" if initialize else ""
     text = CATCHES_ALL.replace("INITIALIZE", call).replace("SIZE", str(size))
     write(tmp_path / "train.py", text)
@@ -324,7 +319,6 @@ with torch.autocast("cpu", enabled=False):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_script_with_torchs_amp_is_told_what_is_right_for_it(beside, tmp_path, here):
-    """`--auto` would refuse it."""
     write(tmp_path / "train.py", "import helps\n" if beside else TORCH_AMP)
     write(tmp_path / "helps.py", TORCH_AMP)
     last = here("run", "--opt-level", "O1", "train.py").stderr.splitlines()[-1]
@@ -349,8 +343,7 @@ def test_options_behind_the_script_are_named(line, named, right, tmp_path, here)
     write(tmp_path / "train.py", NO_AMP)
     said = here(*line.split()).stderr
     assert (
-        f": {named} went to the script. Options of ampatch come before it: ampatch {right}\n"
-        in said
+        f": {named} went to the script. Options of ampatch come before it: ampatch {right}" in said
     )
 
 
@@ -469,7 +462,7 @@ def test_what_the_folder_for_pythonpath_has_is_no_other_apex(monkeypatch):
     assert [name for _, name, _ in pkgutil.iter_modules(sys.path[:1])] == ["apex"]
     compat.uninstall()
     compat.install()  # raises where another one would be hidden
-    assert compat.is_installed() and compat.folders_behind() == []
+    assert compat.is_installed() and compat.hidden_folders() == []
     compat.uninstall()
 
 

@@ -28,7 +28,6 @@ from small_training import (
     start,
     values,
 )
-from test_every_optimizer import classes
 from torch import nn
 
 import ampatch
@@ -81,39 +80,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
         with pytest.raises(RuntimeError, match="dtype"):
             optimizer.step(closure)
     optimizer.step(closure)
-
-
-def test_torch_optimizers_evaluate_once():
-    kinds = set(classes().values()) - {torch.optim.LBFGS}
-    assert len(kinds) >= 12
-    for kind in kinds:
-        weight = nn.Parameter(torch.ones(2, 2))
-        optimizer = kind([weight], lr=0.1)
-        at = []
-
-        def closure(weight=weight, kind=kind, at=at):
-            at.append(weight.detach().clone())
-            weight.grad = torch.ones(2, 2)
-            weight.grad = weight.grad.to_sparse() if kind is torch.optim.SparseAdam else weight.grad
-            return weight.sum()
-
-        optimizer.step(closure)
-        assert len(at) == 1 and torch.equal(at[0], torch.ones(2, 2)), kind
-        ampatch.initialize([], optimizer, opt_level="O1", dtype=torch.float16, verbosity=0)
-        optimizer.step(closure)
-        ampatch.deactivate()
-        assert len(at) == 2, kind
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"), [(torch.optim.SGD, {}), (ZeroFirst, STATIC)], ids=["torch's", "own"]
-)
-def test_a_closure_that_delays_the_unscaling(kind, settings):
-    model, optimizer = start("O2", kind, **settings)
-    before = values(optimizer)
-    optimizer.step(closure_of(model, optimizer, delay_unscale=True))
-    expected = [-0.1 * grad for grad in float_grads(data())]
-    assert close(list(map(torch.sub, values(optimizer), before)), expected)
 
 
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
@@ -200,8 +166,6 @@ def test_closures_in_other_places():
 
 
 def test_a_step_inside_a_step():
-    """A wrapper and what it wraps are both managed."""
-
     class Around(torch.optim.SGD):
         def __init__(self, params):
             super().__init__(params)
@@ -250,29 +214,27 @@ class SAM(torch.optim.Optimizer):
     It climbs as often as `first_step` is called, and descends to where it began.
     """
 
-    def __init__(self, params, base, rho=0.05, **options):
+    def __init__(self, params, base, rho, **options):
         super().__init__(params, {"rho": rho, **options})
         self.base = base(self.param_groups, **options)
         self.param_groups = self.base.param_groups
 
-    def each(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    yield group, param
+    def trained(self):
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [param for param in params if param.grad is not None]
 
     @torch.no_grad()
     def first_step(self, zero_grad=False):
-        norm = torch.stack([param.grad.norm() for _, param in self.each()]).norm()
-        for group, param in self.each():
+        norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
+        for param in self.trained():
             self.state[param].setdefault("begun", param.detach().clone())
-            param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
+            param.add_(param.grad * (self.defaults["rho"] / (norm + 1e-12)))
         if zero_grad:
             self.zero_grad()
 
     @torch.no_grad()
     def second_step(self, zero_grad=False):
-        for _, param in self.each():
+        for param in self.trained():
             param.data = self.state[param].pop("begun")
         self.base.step()
         if zero_grad:
@@ -316,13 +278,6 @@ def by_halves(model, optimizer, step, first=1.0, second=1.0):
     optimizer.second_step(zero_grad=True)
 
 
-def by_closure(model, optimizer, step):
-    """Also after a plain `backward` through `scale_loss` before the step, as SAM's users write."""
-    backward(model, optimizer, data(step))
-    optimizer.step(lambda: backward(model, optimizer, data(step)))
-    optimizer.zero_grad()
-
-
 def by_hand(kind, steps):
     model, optimizer = start_sam(kind, None)
     for step in steps:
@@ -334,9 +289,12 @@ def by_hand(kind, steps):
 
 
 def test_trains_by_a_closure_as_in_float():
+    """After a plain `backward` through `scale_loss` before the step, as SAM's users write."""
     model, optimizer = start_sam(loss_scale=128.0)
-    for step in range(6):
-        by_closure(model, optimizer, step)
+    for batch in map(data, range(6)):
+        backward(model, optimizer, batch)
+        optimizer.step(lambda batch=batch: backward(model, optimizer, batch))
+        optimizer.zero_grad()
     assert ampatch.step_counts(optimizer) == (6, 0, 0)
     assert close(values(optimizer), by_hand("SGD", range(6)))
 

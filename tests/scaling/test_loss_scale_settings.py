@@ -212,9 +212,8 @@ def test_the_state_of_torchs_gradscaler_loads():
         theirs.step(other)
         theirs.update()
     assert ampatch.loss_scale(0) == theirs.get_scale() == 3 * 4096.0
-    assert (
-        ampatch.loss_scale(1) == 4096.0 and ampatch.state_dict()["loss_scaler1"]["unskipped"] == 5
-    )
+    assert ampatch.loss_scale(1) == 4096.0
+    assert ampatch.state_dict()["loss_scaler1"]["unskipped"] == 5
 
 
 @pytest.mark.parametrize("floor, cap, expected", [(1.0, 64.0, 64.0), (1024.0, 2.0**20, 1024.0)])
@@ -247,9 +246,7 @@ def test_a_dynamic_scale_does_not_become_a_static_one(level, settings, level_of_
 
 
 @pytest.mark.parametrize("then, expected", [({}, 65536.0), ({"loss_scale": 64.0}, 256.0)])
-def test_a_static_scale_set_on_the_way_comes_back_and_does_not_become_a_dynamic_one(
-    then, expected, caplog
-):
+def test_a_static_scale_comes_back_and_does_not_become_a_dynamic_one(then, expected, caplog):
     """From 1.0 it would take 32000 steps to grow back."""
     start(loss_scale=64.0)
     ampatch.set_loss_scale(256.0)

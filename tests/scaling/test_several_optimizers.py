@@ -265,9 +265,7 @@ def with_blocks(model, optimizer):
         (plain, "O1", {"enabled": False}, 0),
     ],
 )
-def test_a_step_without_scale_loss_under_a_dynamic_scale_is_said_once(
-    act, level, settings, count, caplog
-):
+def test_a_dynamic_step_without_a_block_is_said_once(act, level, settings, count, caplog):
     model, optimizer = start(level, verbosity=1, **settings)
     train(model, optimizer)
     assert FORGOT not in caplog.text

@@ -179,9 +179,7 @@ LEFT_OVER = "gradients of an earlier overflow are still in p.grad; call optimize
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_step_that_an_earlier_overflow_alone_keeps_back_says_so(
-    kind, level, scale_lives_on, caplog
-):
+def test_a_step_that_an_earlier_overflow_keeps_back_says_so(kind, level, scale_lives_on, caplog):
     caplog.set_level("INFO", "ampatch")
     model, optimizer = begin(kind, level, max_consecutive_skips=8, verbosity=1)
     caplog.clear()

@@ -52,6 +52,11 @@ def another(model):
     return loss_of(model, data(3))
 
 
+def after(use):
+    """`use` of another loss, and of some weights, behind the right backward pass."""
+    return lambda scaled, loss, model: (scaled.backward(), use(another(model), [model[0].weight]))
+
+
 SLIP, BESIDE = r"(?s)<Adam>.*scaled_loss\.backward\(\)", "Add another loss to this one first"
 WRONG = {
     "backward": (SLIP, lambda scaled, loss, model: loss.backward()),
@@ -59,19 +64,10 @@ WRONG = {
     "by hand": (SLIP, by_hand),
     "of a copy": (SLIP, lambda scaled, loss, model: (loss * 2).backward()),
     "of some": (SLIP, lambda scaled, loss, model: loss.backward(inputs=[model[0].weight])),
-    "after": (BESIDE, lambda scaled, loss, model: (scaled.backward(), another(model).backward())),
+    "after": (BESIDE, after(lambda aux, some: aux.backward())),
     "before": (BESIDE, lambda scaled, loss, model: (another(model).backward(), scaled.backward())),
-    "of some after": (
-        BESIDE,
-        lambda scaled, loss, model: (
-            scaled.backward(),
-            another(model).backward(inputs=[model[0].weight]),
-        ),
-    ),
-    "by torch.autograd": (
-        BESIDE,
-        lambda scaled, loss, model: (scaled.backward(), torch.autograd.backward([another(model)])),
-    ),
+    "of some after": (BESIDE, after(lambda aux, some: aux.backward(inputs=some))),
+    "by torch.autograd": (BESIDE, after(lambda aux, some: torch.autograd.backward([aux]))),
 }
 
 
@@ -199,11 +195,6 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
 # Right uses
 
 
-def retained(scaled, loss, model):
-    scaled.div(2).backward(retain_graph=True)
-    scaled.div(2).backward()
-
-
 def in_place(scaled, loss, model):
     scaled *= 0.5
     scaled += scaled.clone()
@@ -215,10 +206,6 @@ def hooked(scaled, loss, model):
     scaled.retain_grad()
     scaled.backward()
     assert scaled.grad == 1
-
-
-def set_by_hand(scaled, loss, model):
-    by_hand(None, scaled, model)
 
 
 def by_a_graph_of_gradients(scaled, loss, model):
@@ -250,10 +237,11 @@ RIGHT = {
     "in a sum": lambda scaled, loss, model: (scaled + 0.0 * model[0].weight.sum()).backward(),
     "through the function": lambda scaled, loss, model: torch.autograd.backward([scaled]),
     "inputs": lambda scaled, loss, model: scaled.backward(inputs=list(model.parameters())),
-    **{
-        use.__name__: use
-        for use in (retained, in_place, hooked, set_by_hand, zeroed_first, pickled)
-    },
+    "in parts": lambda scaled, loss, model: [
+        scaled.div(2).backward(retain_graph=True) for _ in range(2)
+    ],
+    "set by hand": lambda scaled, loss, model: by_hand(None, scaled, model),
+    **{use.__name__: use for use in (in_place, hooked, zeroed_first, pickled)},
     "a graph of gradients": by_a_graph_of_gradients,
     "the gradient of the scaled loss": by_the_gradient_of_the_scaled_loss,
 }

@@ -231,9 +231,7 @@ def contents(folder):
     ],
 )
 @pytest.mark.parametrize("way", [{}, {"overwrite": True}, {"resume": True}])
-def test_a_folder_with_files_of_ones_own_is_refused_and_nothing_changed(
-    files, way, script, machine, tmp_path
-):
+def test_a_folder_with_files_of_ones_own_is_refused_as_it_is(files, way, script, machine, tmp_path):
     """For a tuning too, whose folder is a sweep's."""
     for name, text in files.items():
         if name.endswith("/"):

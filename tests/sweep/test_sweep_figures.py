@@ -61,7 +61,6 @@ def test_warm_up_and_pauses_do_not_count():
 
 
 def test_json_keeps_every_value(tmp_path):
-    """Also those that JSON has no word for."""
     measured = Measured(
         opt_level="O1",
         properties={"dtype": "torch.float16"},
@@ -108,9 +107,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 2), (100, 2), (160, 1)])
-def test_a_terminal_of_any_width_gets_the_table_in_parts_and_nothing_is_cut_off(
-    width, parts, monkeypatch
-):
+def test_a_terminal_of_any_width_gets_all_of_the_table_in_parts(width, parts, monkeypatch):
     """Each part names its rows; a part that would say "ok" only is left out."""
     monkeypatch.setenv("COLUMNS", str(width))
     fields = {

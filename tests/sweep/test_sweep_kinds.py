@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import slow
 from sweep_runs import PLAIN, Said, log_of, planned
 from warm_python import python
 
@@ -236,10 +237,7 @@ def needs(framework):
 SLOW = ("fabric", "lightning", "transformers")
 
 
-@pytest.mark.parametrize(
-    "framework",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOOPS],
-)
+@pytest.mark.parametrize("framework", [slow(name) if name in SLOW else name for name in LOOPS])
 def test_a_framework_trains_through_its_integration(framework, tmp_path):
     """Its own mixed precision is off at O0 and beside ampatch."""
     needs(framework)
@@ -248,10 +246,8 @@ def test_a_framework_trains_through_its_integration(framework, tmp_path):
     kind = in_fp32.measured.kind
     assert (kind.name, kind.framework, kind.dtypes) == (FRAMEWORK, framework, ("bfloat16",))
     steps = 3 if framework == "accelerate" else 6  # it accumulates
-    assert [(row.label, row.status, row.steps) for row in plan.rows] == [
-        ("O0", "ok", steps),
-        ("O2-bfloat16", "ok", steps),
-    ]
+    rows = [(row.label, row.status, row.steps) for row in plan.rows]
+    assert rows == [("O0", "ok", steps), ("O2-bfloat16", "ok", steps)]
     assert not in_fp32.measured.kind.half_weights
     assert managed.measured.opt_level == "O2"
     losses = [run.measured.losses["0"].values for run in plan.runs]
@@ -268,9 +264,7 @@ IN_THE_SCRIPT = {
 """What of `LOOPS` is replaced where a script has the integration already."""
 
 
-@pytest.mark.parametrize(
-    "framework", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("framework", ["accelerate", slow("lightning")])
 def test_a_call_of_initialize_by_an_integration_is_told_from_one_by_the_script(framework, tmp_path):
     """It says where in the script a setting goes."""
     needs(framework)
@@ -340,15 +334,9 @@ SCRIPT = f"""
 @pytest.fixture(scope="module")
 def ran(warm_trials, tmp_path_factory):
     """O0, O1, autocast and O2 with a setting of its own, one seed each, in float16."""
-    return planned(
-        tmp_path_factory.mktemp("engines"),
-        SCRIPT,
-        levels=["O0", "O1"],
-        overrides=["O2 growth_interval=500"],
-        dtypes=["float16"],
-        steps=STEPS,
-        metrics={"accuracy": r"accuracy: ([\d.]+)"},
-    ).run()
+    rows = {"levels": ["O0", "O1"], "overrides": ["O2 growth_interval=500"], "dtypes": ["float16"]}
+    options = {"steps": STEPS, "metrics": {"accuracy": r"accuracy: ([\d.]+)"}}
+    return planned(tmp_path_factory.mktemp("engines"), SCRIPT, **rows, **options).run()
 
 
 def plain_autocast():
@@ -376,13 +364,8 @@ def plain_autocast():
     return losses, scales, skipped
 
 
-def run_named(ran, label):
-    [run] = read_runs(ran.directory, label)
-    return run
-
-
 def test_the_autocast_row_is_plain_pytorch(ran):
-    measured = run_named(ran, "autocast-float16").measured
+    [measured] = [run.measured for run in read_runs(ran.directory, "autocast-float16")]
     losses, scales, skipped = plain_autocast()
     seconds = measured.losses["0"].seconds
     assert len(seconds) == 2 * STEPS and 0 < seconds[0] and seconds == sorted(seconds)

@@ -75,9 +75,7 @@ SLOW = "Stay with O0: no row is 1.05 times as fast. The fastest, O1 "
         ([0.0] * 3, LOSSES, 1.5, None, USE, " the same with each of 3 seeds."),
     ],
 )
-def test_a_row_shown_to_be_as_accurate_and_faster_is_recommended(
-    gains, losses, speed, margin, begins, ends
-):
+def test_a_faster_row_as_accurate_is_recommended(gains, losses, speed, margin, begins, ends):
     said = advice(("O1", gains, losses, speed), margin=margin)
     assert said.startswith(begins) and said.endswith(ends)
 

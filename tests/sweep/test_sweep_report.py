@@ -24,16 +24,7 @@ from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, write_report
 from ampatch.sweep.measure.machine import commit_of
 from ampatch.sweep.measure.run_record import Series
-from ampatch.sweep.report.pictures import (
-    COLOURS,
-    FORMATS,
-    LOOKS,
-    MAX_POINTS,
-    differences,
-    lines_of,
-    losses_of,
-    pictures,
-)
+from ampatch.sweep.report import pictures
 from ampatch.sweep.report.render import as_html
 from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.terminal import write_results
@@ -154,11 +145,10 @@ def test_every_picture_says_what_it_shows(written, page):
         data = base64.b64decode(image["src"].partition("base64,")[2])
         assert data == (written[0] / "plots" / f"{name}.svg").read_bytes()
         assert image["alt"] in page.text
-    assert len(page.all("figcaption")) == len(NAMES) and page.text.count(LOOKS) == 1
+    assert len(page.all("figcaption")) == len(NAMES) and page.text.count(pictures.LOOKS) == 1
 
 
 def test_memory_skips_and_scale_stand_in_the_table(page):
-    """No picture has them."""
     row = page.text[page.text.index("O1 float16 5.00") :].partition("O1 bfloat16")[0]
     assert " 300 1.8261 " in row and row.endswith(" 2/240 32768 ")
 
@@ -199,30 +189,26 @@ def test_pictures_are_not_blank(written, name):
     with Image.open(written[0] / "plots" / f"{name}.png") as image:
         assert image.width == 1104 and image.height > 400
         seen = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
-    by_level = {"O1": COLOURS[1], "O2": COLOURS[2], "autocast": COLOURS[3]}
-    for colour in by_level.values():
+    for colour in pictures.COLOURS[1:4]:  # of O1, O2 and autocast
         assert tuple(bytes.fromhex(colour[1:])) in seen
 
 
 def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
-    line = lines_of(losses_of(runs))["O0"]
-    size = 1000 // MAX_POINTS
-    assert len(line) == MAX_POINTS and line.x[0] == (size - 1) / 2
+    line = pictures.lines_of(pictures.losses_of(runs))["O0"]
+    size = 1000 // pictures.MAX_POINTS
+    assert len(line) == pictures.MAX_POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
     assert line.y[0] == pytest.approx((first + second) / 2)
-    assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
-
-
-def test_time_begins_at_the_first_loss():
-    line = lines_of(losses_of([made_run(CASES[0], steps=11)]), "seconds")["O0"]
-    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
+    assert (line.low[0], line.high[0]) == pytest.approx((first, second))
+    line = pictures.lines_of(pictures.losses_of([made_run(CASES[0], steps=11)]), "seconds")["O0"]
+    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)  # from the first loss on
 
 
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    names = [picture.name for picture in pictures(made_sweep(tmp_path, runs), runs)]
+    names = [picture.name for picture in pictures.pictures(made_sweep(tmp_path, runs), runs)]
     assert names == ["loss-by-step", "speed"]  # one line says the same by time
 
 
@@ -235,7 +221,7 @@ def test_differences_are_between_equal_steps_and_seeds():
 
     runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
     runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
-    apart = lines_of(differences(losses_of(runs)))
+    apart = pictures.lines_of(pictures.differences(pictures.losses_of(runs)))
     own, other = apart["O0"], apart["O1-float16"]
     assert [own.low[0], own.high[0]] == pytest.approx([-1 / 2.01, 1 / 2.01])  # percent
     assert [other.low[0], other.high[0]] == pytest.approx([0, 20 / 2.02])
@@ -252,7 +238,7 @@ def test_bars_have_the_speeds_and_the_marks_of_the_table(tmp_path, monkeypatch):
     for run in runs[4:6]:
         run.measured.metrics["accuracy"].values[-1] /= 2
     results = made_sweep(tmp_path, runs)
-    assert [picture.name for picture in pictures(results, runs)][-1] == "speed"
+    assert [picture.name for picture in pictures.pictures(results, runs)][-1] == "speed"
     [axes] = figures[-1].axes
     *bars, own = axes.patches
     assert own.get_x() + own.get_width() == results.rows[0].reach  # O0's own speed, as a band
@@ -270,7 +256,9 @@ def test_many_rows_keep_apart(tmp_path, monkeypatch):
     monkeypatch.setattr("ampatch.sweep.report.pictures.FORMATS", ("png",))  # of nine files three
     cases = [Case("O0"), *(Case("O2", "float16", settings=(("number", n),)) for n in range(12))]
     runs = [made_run(case) for case in cases]
-    drawn = {picture.name: picture for picture in pictures(made_sweep(tmp_path, runs), runs)}
+    drawn = {
+        picture.name: picture for picture in pictures.pictures(made_sweep(tmp_path, runs), runs)
+    }
     with Image.open(io.BytesIO(drawn["loss-by-step"].files["png"])) as image:
         assert image.width == 1104 and image.height > 900
 
@@ -278,7 +266,6 @@ def test_many_rows_keep_apart(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["sweep", "x.py"], ["report", "."], ["tune", "x.py"]])
 @pytest.mark.parametrize("missing", ["pandas", "matplotlib", "scipy"])
 def test_without_the_extra_one_sentence_says_so_at_once(missing, words, monkeypatch, capsys):
-    """Before any folder is made or read."""
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit, match="2"):
         main([*words, *["--opt-level", "O1"] * (words[0] == "tune")])
@@ -305,7 +292,9 @@ def text_of(path):
 
 def test_every_file_says_where_it_comes_from(written):
     files = [written[0] / "report.html", *sorted(written[0].glob("summary.*"))]
-    files += [written[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+    files += [
+        written[0] / "plots" / f"{name}.{form}" for name in NAMES for form in pictures.FORMATS
+    ]
     assert len(files) == 1 + 4 + 9
     for path in files:
         text = text_of(path)
@@ -326,7 +315,7 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
     script.write_text("")
     other.write_text("")
     assert commit_of(script).startswith("no commit: ")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another repository
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another commit_of
     git("init")
     git("add", "other.py")
     git("commit", "-m", "one")
@@ -357,7 +346,7 @@ def test_report_makes_again_what_was_lost(written, capsys):
     directory, results = written
     names = ("report.html", "summary.md", "summary.csv", "summary.tex")
     paths = [directory / name for name in names]
-    paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+    paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in pictures.FORMATS]
     before = [path.read_bytes() for path in paths]
     for path in paths:
         path.unlink()
@@ -397,9 +386,8 @@ def test_json_csv_and_markdown_say_the_same(written):
         for name in ("step_ms", "speed", "memory_bytes", "last_loss", "skipped", "loss_scale"):
             assert float(line[name]) == row[name]
         assert float(line["metric:accuracy"]) == row["metrics"]["accuracy"]
-        assert (float(line["speed_low"]), float(line["speed_high"])) == (
-            row["speeds"]["low"], row["speeds"]["high"],
-        )  # fmt: skip
+        for end in ("low", "high"):
+            assert float(line[f"speed_{end}"]) == row["speeds"][end]
     text = as_markdown(results).replace("&lt;", "<")
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(CASES) and len({line.count("|") for line in table}) == 1

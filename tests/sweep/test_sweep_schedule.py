@@ -75,11 +75,8 @@ def test_short_runs_are_alone_and_no_more_run_at_a_time_than_there_is_room_for()
 def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
     engine = Engine({"O0 seed 1": ["lost"]})
     events = run_all(engine, WHOLE, SHORT, due=lambda trial: trial.case == O0)
-    assert [label for label, _, _ in engine.submitted] == [
-        "O0 seed 0",
-        "O0 seed 1",
-        "O0 seed 0 repeat 1 (timing)",
-    ]
+    labels = ["O0 seed 0", "O0 seed 1", "O0 seed 0 repeat 1 (timing)"]
+    assert [label for label, _, _ in engine.submitted] == labels
     assert [type(event) for event in events] == [Ended, Lost, Ended]
 
 
@@ -113,9 +110,8 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     whole, short = runner.seen[:4], runner.seen[4:]
     assert [running for _, running, _ in whole] == [2, 2, 2, 2]
     assert {placement.devices for _, _, placement in whole} == {("cuda:0",), ("cuda:1",)}
-    assert [(running, placement.devices) for _, running, placement in short] == [
-        (1, ("cuda:0",))
-    ] * 2
+    alone = [(running, placement.devices) for _, running, placement in short]
+    assert alone == [(1, ("cuda:0",))] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import slow
 from sweep_runs import is_alive, started, wait_until, written
 
 from ampatch.sweep import Sweep, read_results, read_runs
@@ -207,15 +208,7 @@ STUBBORN = """
 
 
 @pytest.mark.parametrize("interrupts", [True, False], ids=["interrupts", "kill"])
-@pytest.mark.parametrize(
-    "engine",
-    [
-        [],
-        pytest.param(["--engine", "ray"], marks=pytest.mark.slow),
-        pytest.param(["--nproc-per-node", "2"], marks=pytest.mark.slow),
-    ],
-    ids=["here", "ray", "torchrun"],
-)
+@pytest.mark.parametrize("engine", [[], slow(["--engine", "ray"]), slow(["--nproc-per-node", "2"])])
 def test_a_second_interrupt_or_a_kill_leaves_nothing_running(engine, interrupts, tmp_path):
     """Of a script that ignores SIGTERM; here, of its worker too."""
     if "ray" in engine:

@@ -46,7 +46,7 @@ class Recognition:
         ampatch.observe(self)
         ampatch.observe(self._recorder)
         self._training.start()
-        framework_patches.leave_precision_out(self._autocast_off.record)
+        framework_patches.ignore_precision(self._autocast_off.record)
         framework_patches.wrap_backward(self._training.framework_backward)
 
     def on_initialize(self, properties: Any) -> None:

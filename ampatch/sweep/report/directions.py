@@ -51,7 +51,7 @@ _NLL = re.compile(r"\bneg(ative)? log likelihood\b")
 
 
 def direction(name: str) -> str | None:
-    """ "higher" or "lower", whichever is better for a metric of this name; None if unknown.
+    """Whether "higher" or "lower" is better for a metric of this name; None if unknown.
 
     For a name with words of both lists it is None, unless the last of them is of the list `_LOWER`:
     lower is better for `dice_loss` and `accuracy_error`.
