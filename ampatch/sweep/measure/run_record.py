@@ -73,13 +73,14 @@ class Run:
     timeout: float | None = None  # seconds that were allowed
     alone: bool = True  # whether no other trial ran on its devices, so that its times count
     imports: float = 0.0  # seconds of imports in a cold start, which warm starts do not take
-    host: str = ""
+    host: str = ""  # name of the machine
     devices: tuple[str, ...] = ()  # devices of this run, such as "cuda:1"
     wrote: list[str] = field(default_factory=list)  # files in the user's folder, by O0's first run
     linked: list[str] = field(default_factory=list)  # links in the folder's copy, of O0's first run
 
     @property
     def case(self) -> Case:
+        """The row of the run."""
         return self.trial.case
 
     @property

@@ -138,10 +138,10 @@ class Row:
     skipped: int = 0  # in all full runs
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all processes together
-    comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
+    comparisons: list[Comparison] = field(default_factory=list)  # with O0; the judged one first
     outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
     start: str = ""  # how a first loss differs from O0's (`first_loss_check.py`); "" if none does
-    verdict: str = ""
+    verdict: str = ""  # in words
 
     @property
     def name(self) -> str:
@@ -171,7 +171,7 @@ class Results:
     done: int = 0  # number of runs that have ended
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
-    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
+    provenance: dict[str, str] = field(default_factory=dict)  # command line, commit, ...
     plan: dict[str, Any] = field(default_factory=dict)  # what a resumed sweep continues from
     options: dict[str, Any] = field(default_factory=dict)  # given by the user; kept when resumed
     trials: list[str] = field(default_factory=list)  # file stems of trials that have run or may run
@@ -180,6 +180,7 @@ class Results:
 
     @property
     def complete(self) -> bool:
+        """Whether all planned runs have ended."""
         return self.done == self.planned
 
     def to_json(self) -> dict[str, Any]:
