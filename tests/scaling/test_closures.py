@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the optimizer calls the closure late, often, or never.
 
 Trainings at every level against a loop by hand, and exceptions in closures, are in
-`tests/laws/situations_optimizers.py`.  Here: torch's own optimizers evaluate it first and skip as
-without a closure; LBFGS and the user's own take it under a static scale, and are refused under a
-dynamic one before anything happens.  And optimizers as SAM, which step in two halves.
+`tests/laws/situations_optimizers.py`; that torch's own optimizers evaluate it first, once, in
+`test_every_optimizer.py`.  Here: these skip as without a closure; LBFGS and the user's own take it
+under a static scale, and are refused under a dynamic one.  And SAM, which steps in two halves.
 """
 
 import math

@@ -54,10 +54,6 @@ def ways():
 WAYS = [pytest.param(*way, id=" ".join([way[0], *way[1]])) for way in ways()]
 
 
-def test_none_is_forgotten():
-    assert classes().keys() - ELSEWHERE <= OPTIONS.keys()
-
-
 def trained(name, flags, level=None, dtype=torch.float16, kind="cpu", **settings):
     """Six steps by a level, or by hand: half copies of FP32 weights in each forward.
 

@@ -137,8 +137,8 @@ def test_what_is_wrong_is_named_and_changes_nothing(call, wrong, error, words):
     assert everything() == before
 
 
-def test_a_static_scale_has_no_settings_and_takes_no_wrong_value():
-    start(loss_scale=128.0)
+def test_a_static_scale_has_no_settings_and_stays():
+    train(*start(loss_scale=128), factor=math.inf)
     assert ampatch.loss_scale_settings() == {}
     with pytest.raises(ampatch.AmpatchError, match="is static"):
         ampatch.set_loss_scale_settings(growth_interval=5)
@@ -364,24 +364,6 @@ def test_one_bad_flag_among_several_is_one_backoff_and_no_flag_is_no_step():
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 0}
     scaler.update(flags(0, 0))
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
-
-
-@pytest.mark.parametrize("value", ["128.0", 128])
-def test_static_scales_multiply_and_stay(value):
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ampatch.initialize(model, optimizer, opt_level="O0", loss_scale=value, verbosity=0)
-    x = torch.tensor([[1.0, 2.0]])
-    for factor in (1.0, math.inf, 1.0):
-        loss = model(x).sum() * factor
-        optimizer.zero_grad()
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            assert torch.equal(scaled, loss * 128)
-            scaled.backward()
-        if factor == 1.0:
-            assert torch.equal(model.weight.grad, x)
-        assert ampatch.loss_scale() == 128.0
-    assert ampatch.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
 
 
 def test_a_half_loss_is_scaled_in_float32():

@@ -1,7 +1,7 @@
 """The step is still the optimizer's: its signature, its result, its hooks and its ranges.
 
 torch wraps `step` and `zero_grad` in ranges for the profiler and loops over hooks.  They are left
-out only where they have no effect.
+out only where they have no effect.  A fused kernel may skip the step on the device.
 """
 
 import functools

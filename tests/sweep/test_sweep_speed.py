@@ -8,12 +8,11 @@ import types
 
 import pytest
 import torch
-from sweep_made import stand_in, trained
+from sweep_made import trained
 
 from ampatch import native
 from ampatch.diagnose.speed import HalfSpeeds
-from ampatch.sweep import Sweep, read_results
-from ampatch.sweep.cases_and_trials import cases, trials
+from ampatch.sweep import Sweep
 from ampatch.sweep.execution import half_dtypes, runner
 from ampatch.sweep.execution.budget import MIN_SHORT_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine
@@ -224,46 +223,6 @@ def test_short_runs_count_for_times_alone():
     assert not seeds_matter([*same, *runs[2:]])
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """Stands for the processes; the trials that ran, and after how many steps they end."""
-    ran = []
-
-    def run(runner, trial, place):
-        ran.append((trial.label, runner.steps))
-        error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""
-        return trained(trial, ms=10.0 if trial.case == BASE else 5.0, error=error)
-
-    stand_in(monkeypatch, run)
-    return ran
-
-
-def make(tmp_path, **options):
-    script = tmp_path / "train.py"
-    script.write_text("")
-    settings = {"levels": ["O0", "O3"], "dtypes": ["bfloat16"], "autocast": False, "seeds": 1}
-    return Sweep(str(script), out=tmp_path / "out", **{**settings, **options})
-
-
-def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
-    first = make(tmp_path).run()
-    timed = ("again", "repeat 1 again", "repeat 1", "repeat 2", "repeat 2 again")
-    assert ran[:2] == [("O0 seed 0", None), ("O3-bfloat16 seed 0", None)]
-    assert ran[2:] == [(f"O0 seed 0 {name} (timing)", 300) for name in timed]
-    assert first.results.complete and first.results.planned == 7
-    ran.clear()
-    more = make(tmp_path, resume=True, rounds=4).run()
-    again, once = (f"O0 seed 0 repeat 3{name} (timing)" for name in (" again", ""))
-    assert [label for label, _ in ran] == [again, once]
-    assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
-    with pytest.raises(ValueError, match="rounds before: 4, now: 3"):  # some would be left out
-        make(tmp_path, resume=True, rounds=3)
-    make(tmp_path, resume=True).close()  # without a number it has those that it had
-    ran.clear()
-    make(tmp_path, steps=50, overwrite=True).run()
-    assert {steps for _, steps in ran} == {50}  # a short run is no longer than a whole one
-
-
 @pytest.mark.parametrize(
     "states, said",
     [
@@ -290,21 +249,6 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
     assert machine_state([]) == {}
 
 
-def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
-    """Also after `--resume` on a day on which doctor would call others so."""
-    answers = []
-    monkeypatch.setattr(half_dtypes, "half_speeds", lambda device: answers.pop())
-    monkeypatch.setattr(half_dtypes, "accelerator", lambda: None)
-    for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
-        answers.append(HalfSpeeds(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
-        plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
-        assert [case.dtype for case in plan.cases] == [None, expected]
-    again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
-    again.close()
-    assert again.cases == plan.cases and answers == []
-    make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
-
-
 def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
     answer = HalfSpeeds(["float16"], {"float16": 2.0}, {"float16": 3.0})
     ends = [(1, "", "RuntimeError: CUDA error"), (0, json.dumps(dataclasses.asdict(answer)), "")]
@@ -329,7 +273,8 @@ def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypa
     environment = {}
     processes = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
     monkeypatch.setattr(runner, "subprocess", processes)
+    (tmp_path / "train.py").write_text("")
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path).run()
+        Sweep(tmp_path / "train.py", levels=["O0"], seeds=1, out=tmp_path / "out").run()
     expected = {**runner.MALLOC_VARIABLES, "MALLOC_TOP_PAD_": "1"}
     assert {name: environment.get(name) for name in expected} == expected
