@@ -307,4 +307,4 @@ def test_ddp_around_tensor_parallel(ranks):
     reference = in_one_process(Run("O1", poisoned=(1,), loss_scale="dynamic"))
     ranks(under_ddp, "O1", True, reference["losses"])
     ranks(under_ddp, "O1", False, "process_group=torch.distributed.group.WORLD")
-    ranks(under_ddp, "O2", True, '(?s)have half copies.*opt_level="O1"')
+    ranks(under_ddp, "O2", True, '(?s)half copies of DTensors.*opt_level="O1"')

@@ -13,6 +13,7 @@ from sweep_made import trained
 from ampatch import native
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Sweep
+from ampatch.sweep.cases_and_trials import cases, trials
 from ampatch.sweep.execution import half_dtypes, runner
 from ampatch.sweep.execution.budget import MIN_SHORT_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine

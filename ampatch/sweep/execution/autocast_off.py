@@ -79,7 +79,7 @@ class AutocastOff:
                 self._requested_dtypes[region] = str(requested).removeprefix("torch.")
             init(region, device_type, dtype, False, cache_enabled)
             if enabled:  # a disabled region would switch off the casts of a level
-                facade.silence(region)
+                facade.ignore_region(region)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 import ampatch
-from ampatch.device_figures import name_of
+from ampatch.device_figures import device_name
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
 from ampatch.sweep.measure.machine import load_average, machine_conditions
 from ampatch.sweep.measure.readings import Readings, Track, peak_memory
 from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
-from ampatch.torch_private.devices import is_owned_by_host
+from ampatch.torch_private.devices import can_read_without_sync
 
 REPORT_EVERY = 0.5  # seconds
 
@@ -75,7 +75,7 @@ class Recorder:
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if is_owned_by_host(device):  # on other devices this read would wait for the device
+        if can_read_without_sync(device):  # on other devices this read would wait for the device
             self._loss_scale = self._current_scale()
         self._show_progress()
         # It becomes None again if the script catches the exception and goes on.
@@ -105,7 +105,7 @@ class Recorder:
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._loss_scale if (scale := self._current_scale()) is None else scale,
-            device=self._device and name_of(self._device), memory_bytes=memory_bytes,
+            device=self._device and device_name(self._device), memory_bytes=memory_bytes,
             memory_kind=memory_kind, stopped_at=self._stopped_at,
             machine={**self._machine, **load_average("load_at_end")},
         )  # fmt: skip
