@@ -34,10 +34,7 @@ class Placement:
 
 
 def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """`devices` in groups of `size`, one group for each trial.
-
-    Raises `ValueError` for devices of several types, that do not exist or cannot be grouped.
-    """
+    """`devices` in groups of `size`, one group for each trial.  Raises `ValueError`."""
     option = f"--devices {','.join(devices)}"
     device_types = {device.partition(":")[0] for device in devices}
     are_names = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
