@@ -92,7 +92,7 @@ class Said(Progress):
     def ended(self, run):
         self.events.append(run.trial.label)
 
-    def show_note(self, text):
+    def said(self, text):
         self.events.append(text)
 
 

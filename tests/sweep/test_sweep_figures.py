@@ -238,9 +238,9 @@ def test_a_pipe_gets_lines_with_the_time_left():
     timing = Trial(Case("O1", "float16"), repeat=1, short=True)
     with Lines(stream) as shown:
         shown.started(1, 0, Trial(Case("O0")))
-        shown.progressed(Trial(Case("O0")), 3, 0.5)
+        shown.reached(Trial(Case("O0")), 3, 0.5)
         shown.ended(made_run(Case("O0")))  # in 2.5 s
-        shown.show_note("a note")
+        shown.said("a note")
         shown.started(2, 8, Trial(Case("O1", "float16"), seed=1), 3723.4)
         shown.started(4, 8, timing, 5)
     assert stream.getvalue().splitlines() == [
@@ -262,8 +262,8 @@ def test_a_terminal_has_one_line_that_moves_below_those_of_runs_that_have_ended(
         shown.started(1, 2, Trial(Case("O0")), 3600)
         shown.ended(made_run(Case("O0")))
         shown.started(2, 2, row)
-        shown.progressed(row, 60, 0.25)
-        shown.show_note("a note")
+        shown.reached(row, 60, 0.25)
+        shown.said("a note")
     nothing, *lines = stream.getvalue().split("\r\x1b[K")
     assert nothing == "" and [line for line in lines if line.endswith("\n")] == [
         "[1/2] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s\n",

@@ -62,7 +62,7 @@ class Coordinator:
         """Run the remaining trials.  Raises `SweepError` if the sweep should not go on."""
         self._started_at = time.monotonic()
         for note in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
-            display.show_note(note)
+            display.said(note)
         schedule = Schedule(
             *self._queues(),
             runner_for=lambda trial: self._runner_for(trial, runner),
@@ -72,7 +72,7 @@ class Coordinator:
             if self._shows_kind(event):
                 schedule.set_queues(*self._queues())
                 if self._plan.kind.lacks_initialize:
-                    display.show_note(kind_note(str(self._program), self._options, self._plan))
+                    display.said(kind_note(str(self._program), self._options, self._plan))
             self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
                 # Every submitted trial has begun, so the new queues lose none.
@@ -120,7 +120,7 @@ class Coordinator:
             display.started(len(self._begun), count, event.trial, seconds)
         elif isinstance(event, Progressed):
             self._warn_if_over_budget(display)
-            display.progressed(event.trial, event.progress.steps, event.progress.loss)
+            display.reached(event.trial, event.progress.steps, event.progress.loss)
         elif isinstance(event, Lost):
             self._lost.append(event)
             display.lost(event.trial, event.reason)
@@ -135,7 +135,7 @@ class Coordinator:
         is_first = not (self._collected.runs or self._has_warned_over_budget)
         if is_first and self._plan.exceeds_budget(time.monotonic() - self._started_at):
             self._has_warned_over_budget = True
-            display.show_note(
+            display.said(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "
                 "--steps N ends each run after N steps."
             )
@@ -153,7 +153,7 @@ class Coordinator:
         if reason and is_last:
             new_notes.append(reason)
         for note in new_notes:
-            display.show_note(note)
+            display.said(note)
         if reason and not is_last:
             raise SweepError(reason)
         self._check_metrics(run)

@@ -30,7 +30,7 @@ class Progress:
         `seconds` is how long this and all later trials take (estimated); None if unknown.
         """
 
-    def progressed(self, trial: Trial, steps: int, loss: float | None) -> None:
+    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
         """A running trial has taken this number of steps; `loss` is its latest loss, if known."""
 
     def ended(self, run: Run) -> None:
@@ -39,7 +39,7 @@ class Progress:
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial will have no run, because its worker died in every attempt."""
 
-    def show_note(self, text: str) -> None:
+    def said(self, text: str) -> None:
         """Show a note to the user."""
 
 
@@ -65,7 +65,7 @@ class Lines(Progress):
         self._end = None if seconds is None else time.monotonic() + seconds
         self._show_progress(trial, "started")
 
-    def progressed(self, trial: Trial, steps: int, loss: float | None) -> None:
+    def reached(self, trial: Trial, steps: int, loss: float | None) -> None:
         if self._is_terminal:
             loss_text = "" if loss is None else f", loss {loss:.4g}"
             self._show_progress(trial, f"step {steps}{loss_text}")
@@ -76,7 +76,7 @@ class Lines(Progress):
     def lost(self, trial: Trial, reason: str) -> None:
         self._write_line(trial, f"lost: {reason}")
 
-    def show_note(self, text: str) -> None:
+    def said(self, text: str) -> None:
         self.shown.append(text)
         self._write(f"Note: {text}\n")
 

@@ -153,7 +153,7 @@ class Sweep:
             display, engine = progress or Progress(), engines.make(self._options)
             with display, engine:
                 if self._resume_note:
-                    display.show_note(self._resume_note)
+                    display.said(self._resume_note)
                 self._coordinator.run(runner, engine, display)
         except EngineError as error:
             raise SweepError(str(error)) from None
