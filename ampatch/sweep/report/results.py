@@ -127,7 +127,7 @@ class Row:
     pace: str = ""  # "faster", "slower", or why that is not known; "" if not compared
     by_cpu: bool = False  # whether CPU time decided on `pace`, instead of wall time
     memory_bytes: int | None = None
-    memory_kind: str = "resident"  # or "device"
+    memory_kind: str = "resident"  # "resident" or "device"
     first_loss: float | None = None
     last_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each metric
@@ -139,7 +139,7 @@ class Row:
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # of all processes together
     comparisons: list[Comparison] = field(default_factory=list)  # with O0; the judged one first
-    outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
+    outcome: str = "untested"  # "baseline", "failed", or an outcome of `Comparison`
     start: str = ""  # how a first loss differs from O0's (`first_loss_check.py`); "" if none does
     verdict: str = ""  # in words
 
