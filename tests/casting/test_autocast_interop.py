@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from engine import nothing_runs
 from small_training import Made, in_threads
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampatch
 
@@ -140,23 +139,6 @@ def test_a_managed_forward_is_its_own_region(opt_level, scope, beside):
         assert dtypes == expected_dtypes, title
         for tensor, other in zip(tensors, expected, strict=True):
             assert tensor.dtype is other.dtype and torch.equal(tensor, other), title
-
-
-def test_an_enabled_region_around_a_model_says_the_half_dtype():
-    """The rules stay those of the opt level: those of torch for the CPU have fewer rows."""
-
-    def calls(layer, x):
-        y = layer(x)
-        return y, torch.softmax(y, -1), torch.mm(y, y.t())
-
-    expected = o1(calls, dtype=FP16)(X)
-    ampatch.deactivate()
-    model = o1(calls)
-    with fp16():
-        outputs = model(X)
-    for output, other in zip(outputs, expected, strict=True):
-        assert output.dtype is other.dtype and torch.equal(output, other)
-    assert model(X)[0].dtype is H and not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -300,22 +282,6 @@ def test_the_raw_switch_leaves_our_casts_as_they_are_and_says_so(value, is_befor
         finally:
             if not is_before:
                 torch.set_autocast_enabled("cpu", False)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_runs_as_its_forward(reentrant):
-    """torch enters regions around it, to bring back autocast's state: no setting of the user's."""
-    seen = []
-
-    def part(layer, x):
-        seen.append(layer(x).dtype)
-        return layer(x)
-
-    model = o1(lambda layer, x: checkpoint(part, layer, x, use_reentrant=reentrant))
-    with ampatch.disable_casts(), on():
-        output = model(X.clone().requires_grad_())
-    output.float().sum().backward()
-    assert seen == [H] * 2 and nothing_runs()
 
 
 def test_replicas_of_data_parallel_have_the_casts_of_the_call(monkeypatch):

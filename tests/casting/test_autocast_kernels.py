@@ -1,7 +1,5 @@
 """Operators that bring a kernel for autocast: at O1 to O3 they compute as under torch.autocast."""
 
-import threading
-
 import pytest
 import torch
 from small_training import Made
@@ -202,16 +200,6 @@ def test_an_error_in_an_operator_leaves_casts_and_autocast_as_they_were():
         return hidden @ x.T
 
     assert trained("O1", raising)[0].dtype is H and not torch.is_autocast_enabled("cpu")
-
-
-def test_threads_have_their_own():
-    model = network(FORMS["half"])
-    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
-    dtypes = []
-    thread = threading.Thread(target=lambda: dtypes.append(model(X).dtype))
-    thread.start()
-    thread.join()
-    assert dtypes == [H] and OPS.in_half(X, X).dtype is FP32
 
 
 @pytest.mark.parametrize("name", ["by its definition", "half", "a library's", "nested"])

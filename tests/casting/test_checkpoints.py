@@ -179,19 +179,25 @@ def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant):
-    """Also with a disabled region between: it holds as the block does."""
-    model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=H, verbosity=0)
-    seen, x = [], X.clone().requires_grad_()
+@pytest.mark.parametrize("region, dtype", [(None, H), (False, FP32), (True, H)])
+def test_a_recompute_has_the_users_setting_of_its_forward(region, dtype, reentrant):
+    """A region in a block, or neither: around a model, in it, and around a call beside models."""
+    again, layer, seen = HELD[reentrant], nn.Linear(8, 8), []
+    model = Net(lambda parts, x: again(run, parts[0].layer, x))
+    ampatch.initialize([model, layer], opt_level="O1", dtype=H, patch_scope="process", verbosity=0)
 
-    def run(x):
-        seen.append((y := model(x)).dtype)
-        return y
+    def run(call, x):
+        seen.append(call(x).dtype)
+        return call(x)
 
-    with ampatch.disable_casts(), torch.autocast("cpu", enabled=False):
-        loss = checkpoint(run, x, use_reentrant=reentrant).sum()
-    loss.backward()
-    assert set(seen) == {FP32} and x.grad.dtype is FP32
+    with contextlib.ExitStack() as around:
+        if region is not None:
+            around.enter_context(ampatch.disable_casts())
+            around.enter_context(torch.autocast("cpu", dtype=H, enabled=region))
+        x = X.clone().requires_grad_()
+        outputs = [again(run, layer, x), model(x), again(run, X.t().matmul, x)]
+    sum(output.float().sum() for output in outputs).backward()
+    assert seen == [dtype] * 6 and x.grad.dtype is FP32
 
 
 def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):

@@ -158,18 +158,6 @@ def test_evaluation(form, half):
                 near(half, output, references[name])
 
 
-def test_weights_that_parametrize_has_cached(half):
-    models = {name: built(build).eval() for name, build in LINEAR.items()}
-    with torch.no_grad():
-        references = {name: model(X) for name, model in models.items()}
-        ampatch.initialize(list(models.values()), dtype=half, verbosity=0)
-        for name, model in models.items():
-            with parametrize.cached():
-                for output in (model(X), model(X)):
-                    assert output.dtype is half, name
-                    near(half, output, references[name])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_of_either_dtype(kind, half):
     """The state of the last batch comes back in half, a fresh one starts in FP32."""

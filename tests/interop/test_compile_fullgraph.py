@@ -117,10 +117,7 @@ TRACED_AGAIN = (  # by AOTAutograd, which calls what is in Dynamo's graph: rules
 
 @pytest.mark.parametrize(
     "cases, backend",
-    [
-        *(([*CASES][first::3], "eager") for first in range(3)),
-        (TRACED_AGAIN, "aot_eager"),
-    ],
+    [*(([*CASES][first::3], "eager") for first in range(3)), (TRACED_AGAIN, "aot_eager")],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_compiled_equals_eager(cases, backend):
