@@ -196,15 +196,6 @@ def test_a_head_that_the_loss_leaves_out_has_no_gradient(hooked):
     assert torch.equal(model.a.weight.grad, gradients[0])
 
 
-def test_a_batch_of_gradients(model):
-    results = []
-    for reference in (under_autocast(), model):
-        loss_of(model).backward()  # the next forward begins with the weights that this one has cast
-        out, params = reference(X).float().sum(0), list(reference.parameters())
-        results.append(torch.autograd.grad(out, params, torch.eye(3), is_grads_batched=True))
-    assert_equal(*results)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch's own
 def test_compiled_autograd(model):
     import torch._dynamo.compiled_autograd as compiled

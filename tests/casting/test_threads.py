@@ -30,21 +30,17 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_one_model_in_several_threads(opt_level, grad):
-    model = ampatch.initialize(Net(), opt_level=opt_level, dtype=H, verbosity=0)
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_one_model_in_several_threads(level, grad):
+    """At O2 and O3: tests/models/test_ends_of_calls.py."""
+    model = ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0)
     expected = model(X)
 
     def work():
         with torch.set_grad_enabled(grad):
             return all(same(model(X), expected) for _ in range(25))
 
-    results = in_threads(*[work] * 4)
-    if opt_level in ("O2", "O3"):  # refused while another one runs, and right where none does
-        refused = [result for result in results if isinstance(result, ampatch.AmpatchError)]
-        assert all("copy.deepcopy(model)" in str(error) for error in refused)
-        results = [True if result in refused else result for result in results]
-        assert work()
-    assert results == [True] * 4
+    assert in_threads(*[work] * 4) == [True] * 4
     assert ampatch.cache_info().entries == 0
 
 

@@ -173,6 +173,37 @@ def gradients_kept_by_reference(amp):
             amp.record(*grads)
 
 
+class Trunk(Block):
+    def forward(self, x):
+        x = torch.tanh(self.second(self.encode(x)))
+        return self.head(x), x
+
+
+@situation("O1 O2")
+def gradients_of_a_single_weight(amp):
+    """As VQGAN weighs its losses by those of the last layer; a loss of the trunk comes after it.
+
+    In the first step the weights share a node.  A batch of gradients, and second derivatives."""
+    model, optimizer = amp.start(Trunk(), PLAIN)
+    weight = model.head.weight
+    for x, y in batches(4):
+        out, _ = model(x)
+        (grad,) = torch.autograd.grad(mse(out, y), weight, retain_graph=True)
+        (other,) = torch.autograd.grad(mse(out, -y), weight, retain_graph=True)
+        amp.record(grad, other)
+        for asked in (weight, list(model.parameters())):
+            up = torch.eye(2).repeat(1, 6).view(2, 6, 2).to(out.dtype)
+            amp.record(
+                *torch.autograd.grad(out, asked, up, is_grads_batched=True, retain_graph=True)
+            )
+        amp.step(mse(out, y) + grad.norm() / (other.norm() + 1e-4) * mse(out, -y), optimizer)
+        (grad,) = torch.autograd.grad(mse(model(x)[0], y), weight, create_graph=True)
+        amp.step(grad.square().sum(), optimizer)
+        out, hidden = model(x)
+        amp.record(*torch.autograd.grad(mse(out, y), weight))
+        amp.step(hidden.float().square().mean(), optimizer)
+
+
 @situation()
 def sparse_embedding_gradients(amp):
     model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
