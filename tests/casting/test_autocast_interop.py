@@ -220,19 +220,6 @@ def test_outside_of_models_a_region_is_torch_s(scope):
     assert all(map(torch.equal, results, expected)) and results[0].dtype is expected[0].dtype
 
 
-def test_a_region_belongs_to_its_thread():
-    model = o1()
-
-    def dtype_in(region):
-        with region:
-            return F.linear(X, model.layer.weight).dtype
-
-    with off():
-        assert in_threads(partial(dtype_in, NOTHING())) == [H]
-    assert in_threads(partial(dtype_in, off())) == [FP32]
-    assert dtype_in(NOTHING()) is H
-
-
 def test_regions_around_sessions():
     with off():  # from before the session: initialize is the innermost
         model = o1()
@@ -310,6 +297,10 @@ def test_our_casts_count_as_autocast():
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), inside
 
     assert o1(forward, dtype=FP16)(X) == (True, FP16, False)
+    assert not torch.is_autocast_enabled("cpu")  # beside models nothing is cast
+    ampatch.deactivate()
+    o1(dtype=FP16, patch_scope="process")
+    assert torch.is_autocast_enabled("cpu")
     with ampatch.disable_casts():
         assert not torch.is_autocast_enabled("cpu")
     with ampatch.precision("float"):

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from registrations import forgotten_afterwards
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -60,28 +61,15 @@ def test_the_weights_of_a_model_that_is_gone_say_nothing_of_others():
     assert F.linear(X, keeper.weight).dtype is H
 
 
-def test_our_casts_do_not_count_as_autocast_where_there_are_none():
-    """Libraries would cast to the answer."""
-    seen, asking = [], nn.Linear(4, 4)
-    asking.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    start(model=nn.Sequential(asking), patch_scope="model")(X)
-    assert seen == [True] and not torch.is_autocast_enabled("cpu")
-    ampatch.deactivate()
-    start(patch_scope="process")
-    assert torch.is_autocast_enabled("cpu")
-
-
-def test_registered_functions_follow_the_scope():
-    ampatch.register_half_function(torch, "dot")
-    try:
+def test_registered_functions_of_torch_follow_the_scope():
+    with forgotten_afterwards():
+        ampatch.register_half_function(torch, "dot")
         start()
         assert torch.dot(X[0], X[0]).dtype is FP32
         ampatch.deactivate()
         start(patch_scope="process")
         assert torch.dot(X[0], X[0]).dtype is H
-    finally:
         ampatch.deactivate()
-        ampatch.unregister_function(torch, "dot")
 
 
 # The session opened last decides for the process

@@ -1,6 +1,8 @@
 """Forwards in several threads, of one model and of several; replicas as DataParallel has them."""
 
 import threading
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -79,23 +81,25 @@ def test_a_forward_elsewhere_does_not_keep_this_thread_s_weights():
     assert torch.equal(after, 2 * before)
 
 
-def test_each_thread_has_its_own_blocks():
+def test_each_thread_has_its_own_blocks_and_regions():
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
 
     def under(block):
         def work():
             dtypes = set()
             for _ in range(200):
-                with block, block:
+                with block(), block():
                     dtypes.add(F.linear(X, X).dtype)
-                with pytest.raises(KeyError), block:
+                with pytest.raises(KeyError), block():
                     raise KeyError
             return dtypes
 
         return work
 
-    blocks = [ampatch.disable_casts(), ampatch.precision("half"), ampatch.precision("float")]
-    assert in_threads(*map(under, [*blocks, *blocks])) == [{FP32}, {H}, {FP32}] * 2
+    blocks = [ampatch.disable_casts, partial(ampatch.precision, "half"), nullcontext]
+    blocks += [partial(torch.autocast, "cpu", enabled=False)]
+    with torch.autocast("cpu", torch.float16):
+        assert in_threads(*map(under, [*blocks, *blocks])) == [{FP32}, {H}, {H}, {FP32}] * 2
     assert F.linear(X, X).dtype is H
 
 
