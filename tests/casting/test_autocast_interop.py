@@ -202,24 +202,6 @@ def test_the_users_blocks_hold_in_models_and_say_more_than_regions(scope):
     assert model(X)[0] is H and nothing_runs()
 
 
-@pytest.mark.parametrize("scope", ["process", "model"])
-def test_outside_of_models_a_region_is_torch_s(scope):
-    """Its rules and its dtype, gradients too."""
-
-    def train(weight):
-        with fp16():
-            output = torch.log_softmax(F.linear(X, weight).exp(), -1)
-        output.float().sum().backward()
-        return output, weight.grad
-
-    torch.manual_seed(0)
-    weight = torch.randn(4, 4)
-    expected = train(weight.clone().requires_grad_())
-    o1(patch_scope=scope)
-    results = train(weight.clone().requires_grad_())
-    assert all(map(torch.equal, results, expected)) and results[0].dtype is expected[0].dtype
-
-
 def test_regions_around_sessions():
     with off():  # from before the session: initialize is the innermost
         model = o1()

@@ -5,18 +5,14 @@ What training with them gives is in `tests/laws/situations_graphs.py`.
 
 import contextlib
 import functools
-import inspect
 
 import pytest
 import torch
-from engine import STATE
 from small_training import in_threads, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting import context_propagation
-from ampatch.torch_private import checkpoints
 
 H, FP32 = torch.bfloat16, torch.float32
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -198,51 +194,3 @@ def test_a_recompute_has_the_users_setting_of_its_forward(region, dtype, reentra
         outputs = [again(run, layer, x), model(x), again(run, X.t().matmul, x)]
     sum(output.float().sum() for output in outputs).backward()
     assert seen == [dtype] * 6 and x.grad.dtype is FP32
-
-
-def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
-    """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
-    assert checkpoints.non_reentrant_name() is not None
-    owner = torch.utils.checkpoint
-    for name, value in list(vars(owner).items()):
-        code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-        if code is not None and checkpoints.non_reentrant_name() in code.co_names:
-            monkeypatch.setattr(owner, name, lambda: owner.under_a_new_name())
-    assert checkpoints.non_reentrant_name() is None
-
-
-@pytest.mark.parametrize("is_keyword", [False, True], ids=["until 2.13", "since 2.14"])
-def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword):
-    """The policy goes around the recompute's own; all other arguments are passed on as they are."""
-    seen, entered = [], []
-
-    def placed(fn, preserve_rng_state=True, context_fn=None, debug=False, *args, **kwargs):
-        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
-        yield
-
-    def named(fn, args, kwargs, *, preserve_rng_state=True, context_fn=None, debug=False):
-        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
-        yield
-
-    @contextlib.contextmanager
-    def recompute():
-        entered.append(torch.mm(X, X.t()).dtype)
-        yield
-
-    def contexts():
-        return "the forward's", recompute()
-
-    [(_, _, replacing), _] = context_propagation.checkpoints(STATE)
-    replaced = replacing(named if is_keyword else placed)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    if is_keyword:
-        options = {"preserve_rng_state": False, "context_fn": contexts, "debug": True}
-        list(replaced(len, ("x",), {"y": 1}, **options))
-    else:
-        list(replaced(len, False, contexts, True, "x", y=1))
-    [(again, context_fn, others)] = seen
-    assert others == [False, True, ("x",), {"y": 1}]
-    forward, around = context_fn()
-    assert forward == "the forward's" and not entered
-    with ampatch.disable_casts(), around:
-        assert again("xyz") == 3 and entered == [H]

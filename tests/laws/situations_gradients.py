@@ -131,7 +131,7 @@ def gradients_written_by_hand(amp):
 
 @situation()
 def a_part_without_gradients(amp):
-    """One head is used in every other batch."""
+    """One head is used in every other batch; hooks on it see nothing of the others."""
 
     class TwoHeads(Block):
         turn = 0
@@ -141,10 +141,16 @@ def a_part_without_gradients(amp):
             x = self.encode(x)
             return self.head(x if self.turn % 2 else self.second(x))
 
-    model, optimizer = amp.start(TwoHeads(), PLAIN)
-    for x, y in batches(5):
-        amp.step(mse(model(x), y), optimizer)
-        amp.record(model.second.weight.grad is None)
+    (model, optimizer), calls = amp.start(TwoHeads(), PLAIN), []
+    for number, (x, y) in enumerate(batches(7)):
+        if number == 4:
+            model.second.weight.register_hook(lambda grad: calls.append(grad) and None)
+            model.second.weight.register_post_accumulate_grad_hook(calls.append)
+        loss, weights = mse(model(x), y), list(model.parameters())
+        grads = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
+        amp.record(*[grad is None for grad in grads])
+        amp.step(loss, optimizer)
+        amp.record(model.second.weight.grad is None, len(calls))
 
 
 @situation("O1 O2", halves="fp16")
