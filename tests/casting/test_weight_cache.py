@@ -224,20 +224,6 @@ def test_an_optimizer_that_steps_within_the_forward(fused, is_managed):
     assert model(x) == expected
 
 
-def test_a_weight_frozen_and_freed_within_the_forward_gets_what_it_would():
-    def forward(self, x, wanted):
-        self.second.requires_grad_(wanted)
-        return self.second(self.first(x))
-
-    model = managed(Made(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 2)))
-    for wanted in (False, True, False, True, True, False):
-        model.zero_grad()
-        model(X, wanted).sum().backward()
-        assert model.first.weight.grad is not None
-        assert (model.second.weight.grad is not None) == wanted
-        assert (model.second.bias.grad is not None) == wanted
-
-
 def test_another_memory_format_is_followed():
     model, x = managed(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 7, 7)
     model(x)
@@ -246,32 +232,6 @@ def test_another_memory_format_is_followed():
         expected = F.conv2d(x, model.weight, model.bias)
     for _ in range(2):
         assert model(x).stride() == expected.stride()
-
-
-def test_weights_written_through_data_that_the_forward_holds():
-    """What `.data` gave is written into after the next use of the weight, too."""
-
-    class Clamped(nn.Linear):
-        def forward(self, x):
-            held = self.weight.data
-            held.clamp_(min=0)
-            super().forward(x)
-            held.mul_(2)
-            return super().forward(x)
-
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Clamped(4, 4), nn.Linear(4, 2))
-
-    x = torch.randn(3, 4)
-    model, plain = managed(make()), make()
-    for _ in range(3):
-        model(x).float().square().sum().backward()
-        with ampatch.disable_casts(), torch.autocast("cpu", dtype=H, cache_enabled=False):
-            loss = plain(x).float().square().sum()
-        loss.backward()
-        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(param.grad, expected.grad) and torch.equal(param, expected)
 
 
 def test_a_model_within_another_one_uses_its_copies():
