@@ -31,18 +31,15 @@ class CountCasts(Operators):
             self.count += sum(tensor.shape == self.shape for tensor in args[1])
 
 
-class Twice(nn.Module):
+def twice():
     """Uses one weight twice; `between` runs in the middle of the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
-        self.between = lambda: None
 
     def forward(self, x):
         x = F.linear(x, self.weight)
         self.between()
         return F.linear(x, self.weight)
+
+    return Made(forward, weight=nn.Parameter(torch.eye(4)), between=lambda: None)
 
 
 def managed(model, **options):
@@ -51,7 +48,7 @@ def managed(model, **options):
 
 @pytest.fixture
 def model():
-    return managed(Twice())
+    return managed(twice())
 
 
 def result(model) -> float:
@@ -235,7 +232,7 @@ def test_another_memory_format_is_followed():
 
 
 def test_a_model_within_another_one_uses_its_copies():
-    inner = Twice()
+    inner = twice()
     outer = nn.Sequential(inner, inner)
     managed([outer, inner])
     x = torch.ones(3, 4)
