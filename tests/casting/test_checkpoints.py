@@ -121,8 +121,7 @@ def test_a_selective_checkpoint_may_keep_the_casts():
 
 def test_a_held_checkpoint_stays_in_one_graph():
     model = ampatch.initialize(Net(WAYS["not reentrant"]), opt_level="O1", dtype=H, verbosity=0)
-    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
-    assert compiled(X).dtype is H
+    assert torch.compile(model.forward, backend="eager", fullgraph=True)(X).dtype is H
 
 
 # The user's own contexts: `checkpoint(..., context_fn=...)`

@@ -45,8 +45,7 @@ def test_parts_of_every_model_are_cast_outside_its_forward():
     """With several sessions too: which was opened last says nothing of whose weight it is."""
     first, second = start(), start()
     assert F.linear(X, first.weight).dtype is F.linear(X, second.weight).dtype is H
-    plain = start("O0")
-    assert F.linear(X, plain.weight).dtype is FP32
+    assert F.linear(X, start("O0").weight).dtype is FP32
     assert F.linear(X, first.weight).dtype is H
 
 

@@ -149,8 +149,8 @@ def mixed():
 
 
 def around_forward(model, optimizer, compile_it):
-    forward = compile_it(lambda x: model(x).float().square().mean())
-    return lambda x: step(forward(x), optimizer)
+    loss_of = compile_it(lambda x: model(x).float().square().mean())
+    return lambda x: step(loss_of(x), optimizer)
 
 
 def of_model(model, optimizer, compile_it):

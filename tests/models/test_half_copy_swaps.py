@@ -188,8 +188,7 @@ def test_copies_made_within_a_forward_are_of_the_parameters(how, grad, whole, mo
     model.late = nn.Linear(16, 2)
     parts = [model] if whole else list(model.children())
     expected = [part.state_dict(keep_vars=True) for part in parts]
-    make = COPIES[how]
-    monkeypatch.setattr(Recurrent, "inside", lambda: found.extend(map(make, parts)))
+    monkeypatch.setattr(Recurrent, "inside", lambda: found.extend(map(COPIES[how], parts)))
     with torch.set_grad_enabled(grad):
         model(torch.ones(3, 4))
     assert len(found) == len(parts)
