@@ -123,27 +123,6 @@ def test_weights_go_when_their_model_lets_go_of_them(model):
     assert_equal(grads(model), autocast_grads())
 
 
-def test_a_hook_of_all_modules_sees_the_gradients_that_it_sees_under_autocast():
-    """Hooks of single modules are situations of `tests/laws`."""
-    results = []
-    for make in (under_autocast, lambda: managed(network())):
-        model, seen = make(), []
-        loss_of(model).backward()  # the next forward begins with the weights that this one has cast
-        model.zero_grad()
-        handle = nn.modules.module.register_module_full_backward_hook(
-            lambda module, *rest, seen=seen: seen.extend(
-                grads(module) if isinstance(module, nn.Linear) else []
-            )
-        )
-        try:
-            loss_of(model, X.clone().requires_grad_()).backward()
-        finally:
-            handle.remove()
-        results.append([*seen, *grads(model)])
-    assert_equal(*results)
-    assert len(results[0]) == 8
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_arrive_while_earlier_layers_are_computed(level):
     """A node made as the forward begins would run last, and half gradients would wait for it."""

@@ -98,27 +98,6 @@ def test_under_an_override_and_beside_a_model_at_another_level(way):
     assert same(gradients("O0", WAYS[way]), alone)
 
 
-def test_a_selective_checkpoint_may_keep_the_casts():
-    """Both passes make the same ones, whatever the forward around them has cast before."""
-    kinds = torch.utils.checkpoint.CheckpointPolicy
-
-    def policy(ctx, op, *args, **kwargs):
-        is_cast = op is torch.ops.aten._to_copy.default
-        return kinds.MUST_SAVE if is_cast else kinds.PREFER_RECOMPUTE
-
-    select = torch.utils.checkpoint.create_selective_checkpoint_contexts
-    contexts = functools.partial(select, policy)
-    model = Net(lambda parts, x: checkpoint(parts, x, use_reentrant=False, context_fn=contexts))
-    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
-    gradients = []
-    for _ in range(2):  # the second begins with the weights that the first has cast
-        model.zero_grad()
-        torch.manual_seed(2)
-        model(X.clone().requires_grad_()).float().square().mean().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert same(gradients[1], gradients[0])
-
-
 def test_a_held_checkpoint_stays_in_one_graph():
     model = ampatch.initialize(Net(WAYS["not reentrant"]), opt_level="O1", dtype=H, verbosity=0)
     assert torch.compile(model.forward, backend="eager", fullgraph=True)(X).dtype is H
