@@ -239,8 +239,11 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("kind", [Bare, Own])
 def test_no_module_in_the_frame_keeps_the_note_away_or_half_copies_in_place(kind):
-    def call(hidden, module=kind()):
-        return hidden @ torch.eye(4)
+    odd = kind()
+
+    def call(hidden):
+        module = odd
+        return hidden @ torch.eye(4), module
 
     model = managed(call, "O2")
     with pytest.raises(RuntimeError) as caught:
