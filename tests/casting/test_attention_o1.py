@@ -46,15 +46,17 @@ def model_and_input(name: str) -> tuple:
     return make(), torch.randn(5, 3, 8), kwargs
 
 
-def test_a_submodule_that_is_called_by_itself_runs_the_single_calls_in_half(half):
-    """As `model.encode(x)` does.  Whole models: `test_module_db.py`."""
+@pytest.mark.parametrize("is_part", [False, True])
+def test_where_calls_are_cast_the_single_calls_run_in_half(is_part, half):
+    """Also in a part of a model that is called by itself, as `model.encode(x)` does."""
     cases = {name: model_and_input(name) for name in MODELS}
     plain = {  # with gradients: not fused
         name: tensor_of(model.eval()(x, **kwargs)).detach()
         for name, (model, x, kwargs) in cases.items()
     }
-    models = nn.ModuleList(case[0] for case in cases.values())
-    ampatch.initialize(models, patch_scope="model", dtype=half, verbosity=0)
+    models = [case[0] for case in cases.values()]
+    managed = nn.ModuleList(models) if is_part else models
+    ampatch.initialize(managed, patch_scope="model", dtype=half, verbosity=0)
     room = 0.02 if half is torch.float16 else 0.1
     for name, (model, x, kwargs) in cases.items():
         for query in (x, x.to(half)):
