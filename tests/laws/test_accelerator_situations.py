@@ -20,7 +20,10 @@ NOT_THERE = {
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
     **dict.fromkeys(("packed_lstm", "packed_gru"), "the fake accelerator has no fused cells"),
     **dict.fromkeys(
-        ("sparse_embedding_gradients", "sparse_embedding_with_a_hook_and_asked_for_alone"),
+        (
+            *("sparse_embedding_gradients", "sparse_embedding_with_a_hook_and_asked_for_alone"),
+            "sparse_gradients_that_overflow_or_wait",
+        ),
         "the fake accelerator has no sparse tensors",
     ),
     "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",
