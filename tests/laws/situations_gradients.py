@@ -132,7 +132,7 @@ def gradients_written_by_hand(amp):
 
 @situation()
 def a_part_without_gradients(amp):
-    """One head is used in every other batch."""
+    """One head is used in every other batch; hooks on it see nothing of the others."""
 
     class TwoHeads(Block):
         turn = 0
@@ -142,10 +142,16 @@ def a_part_without_gradients(amp):
             x = self.encode(x)
             return self.head(x if self.turn % 2 else self.second(x))
 
-    model, optimizer = amp.start(TwoHeads(), PLAIN)
-    for x, y in batches(5):
-        amp.step(mse(model(x), y), optimizer)
-        amp.record(model.second.weight.grad is None)
+    (model, optimizer), calls = amp.start(TwoHeads(), PLAIN), []
+    for number, (x, y) in enumerate(batches(7)):
+        if number == 4:
+            model.second.weight.register_hook(lambda grad: calls.append(grad) and None)
+            model.second.weight.register_post_accumulate_grad_hook(calls.append)
+        loss, weights = mse(model(x), y), list(model.parameters())
+        grads = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
+        amp.record(*[grad is None for grad in grads])
+        amp.step(loss, optimizer)
+        amp.record(model.second.weight.grad is None, len(calls))
 
 
 @situation("O1 O2", halves="fp16")
@@ -172,6 +178,37 @@ def gradients_kept_by_reference(amp):
         optimizer.step()
         for grads in kept:
             amp.record(*grads)
+
+
+class Trunk(Block):
+    def forward(self, x):
+        x = torch.tanh(self.second(self.encode(x)))
+        return self.head(x), x
+
+
+@situation("O1 O2")
+def gradients_of_a_single_weight(amp):
+    """As VQGAN weighs its losses by those of the last layer; a loss of the trunk comes after it.
+
+    In the first step the weights share a node.  A batch of gradients, and second derivatives."""
+    model, optimizer = amp.start(Trunk(), PLAIN)
+    weight = model.head.weight
+    for x, y in batches(4):
+        out, _ = model(x)
+        (grad,) = torch.autograd.grad(mse(out, y), weight, retain_graph=True)
+        (other,) = torch.autograd.grad(mse(out, -y), weight, retain_graph=True)
+        amp.record(grad, other)
+        for asked in (weight, list(model.parameters())):
+            up = torch.eye(2).repeat(1, 6).view(2, 6, 2).to(out.dtype)
+            amp.record(
+                *torch.autograd.grad(out, asked, up, is_grads_batched=True, retain_graph=True)
+            )
+        amp.step(mse(out, y) + grad.norm() / (other.norm() + 1e-4) * mse(out, -y), optimizer)
+        (grad,) = torch.autograd.grad(mse(model(x)[0], y), weight, create_graph=True)
+        amp.step(grad.square().sum(), optimizer)
+        out, hidden = model(x)
+        amp.record(*torch.autograd.grad(mse(out, y), weight))
+        amp.step(hidden.float().square().mean(), optimizer)
 
 
 @situation()

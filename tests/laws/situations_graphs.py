@@ -80,13 +80,18 @@ class Checkpointed(Block):
         return self.head(x)
 
 
-def keeps_products(ctx, op, *args, **kwargs):
-    keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+def that_keeps(*ops):
+    """A selective checkpoint."""
     kinds = torch.utils.checkpoint.CheckpointPolicy
-    return kinds.MUST_SAVE if keep else kinds.PREFER_RECOMPUTE
+
+    def policy(ctx, op, *args, **kwargs):
+        return kinds.MUST_SAVE if op in ops else kinds.PREFER_RECOMPUTE
+
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
+    return Checkpointed(use_reentrant=False, context_fn=contexts)
 
 
-SELECTIVE = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, keeps_products)
+ATEN = torch.ops.aten
 
 
 class InARow(nn.Module):
@@ -106,7 +111,8 @@ class InARow(nn.Module):
 CHECKPOINTS = {
     "plain": lambda: Checkpointed(use_reentrant=False),
     "reentrant": lambda: nn.Sequential(nn.Linear(4, 4), Checkpointed(use_reentrant=True)),
-    "selective": lambda: Checkpointed(use_reentrant=False, context_fn=SELECTIVE),
+    "selective": lambda: that_keeps(ATEN.addmm.default, ATEN.mm.default),
+    "of_all_but_casts": lambda: that_keeps(ATEN._to_copy.default),
     "in_a_row": InARow,
 }
 

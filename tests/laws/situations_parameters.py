@@ -42,6 +42,56 @@ def tied_weights(amp):
     trained(amp, net, count=4)
 
 
+def one_model_and_two_optimizers():
+    model = mlp()
+    return [model, model], [SGD(model[0].parameters()), SGD(model[2].parameters())]
+
+
+def two_models_and_one_optimizer():
+    models = [mlp(0), mlp(1)]
+    return models, [SGD(nn.ModuleList(models).parameters())] * 2
+
+
+def a_layer(optimizer_too=False):
+    first, second = mlp(0), mlp(1)
+    second[0] = first[0]
+    of_both = [SGD(nn.ModuleList([first, second]).parameters())] * 2
+    return [first, second], (
+        of_both if optimizer_too else [SGD(first.parameters()), SGD(second[2].parameters())]
+    )
+
+
+def a_model_in_another():
+    inner, last = mlp(), nn.Linear(2, 2)
+    models = [inner, nn.Sequential(inner, nn.Tanh(), last)]
+    return models, [SGD(inner.parameters()), SGD(last.parameters())]
+
+
+SHARED = {
+    "one_model": one_model_and_two_optimizers,
+    "one_optimizer": two_models_and_one_optimizer,
+    "a_layer": a_layer,
+    "a_layer_and_an_optimizer": lambda: a_layer(optimizer_too=True),
+    "a_model_in_another": a_model_in_another,
+}
+
+
+@situation("O1 O2", cases=SHARED, halves="bf16", against="FP32", within=2e-2)
+def two_calls_share(amp, case):
+    """Of `initialize`, in both orders and once more.  If a weight were two: 0.2 away."""
+    for order in ((1, 0), (0, 1, 0, 1)):
+        models, optimizers = case()
+        before = [param for model in models for param in model.parameters()]
+        drivers = amp, amp.another()
+        for index in order:
+            drivers[index].start(models[index], optimizers[index], loss_scale=1.0)
+        for x, y in batches(3):
+            for driver, model, optimizer in zip(drivers, models, optimizers):
+                driver.step(mse(model(x), y), optimizer)
+        after = [param for model in models for param in model.parameters()]
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(before, after, strict=True))
+
+
 CLOSE_TO_FP32 = {"within": 1e-2, "against": "FP32", "halves": "fp16"}
 
 
