@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,14 +44,24 @@ class Net(nn.Module):
         return self.head(x + self.late(x))
 
 
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+AdamW = partial(torch.optim.AdamW, lr=0.01)
+OPTIMIZERS = {
+    "sgd": SGD,
+    "sgd fused": partial(SGD, fused=True),
+    "adam": AdamW,
+    "adam fused": partial(AdamW, fused=True),
+    "adam foreach": partial(AdamW, foreach=True),
+}
+SCALING = {"num_losses": 2, "growth_interval": 3, "max_loss_scale": 2.0**12}
+
+
 class Run:
-    def __init__(self, amp: Driver, adam: bool) -> None:
+    def __init__(self, amp: Driver, optimizer: str) -> None:
         self.amp = amp
-        make = torch.optim.AdamW if adam else torch.optim.SGD
-        options = {"lr": 0.01} if adam else {"lr": 0.05, "momentum": 0.9}
         net = Net()
         trained = [p for p in net.parameters() if p.requires_grad]
-        self.model, self.optimizer = amp.start(net, make(trained, **options))
+        self.model, self.optimizer = amp.start(net, OPTIMIZERS[optimizer](trained), **SCALING)
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
         self.accumulated: list[list[Tensor]] = [[] for _ in range(8)]  # in no order among weights
@@ -70,10 +81,19 @@ class Run:
     def params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def has_static_scale(self) -> bool:
+        return self.amp.level == "O3" or self.amp.half is torch.bfloat16
+
     def moves_weights(self) -> None:
         """What waits has the weights in its graph (O3), or a recompute would ask for them (O2)."""
         if self.amp.is_half_model:
             self.waiting.clear()
+
+
+def poisoned(grad: Tensor, where: int, bad: float) -> Tensor:
+    grad = grad.clone()
+    grad.view(-1)[where % grad.numel()] = bad
+    return grad
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -133,12 +153,35 @@ class Actions(Run):
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.amp.record(*torch.autograd.grad(loss, params))
 
-    def train_on_nan(self, number: int) -> None:
-        if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
-            return  # a static scale: the NaN would stay
+    def overflow(self, number: int) -> None:
+        """An inf or NaN of the loss, on its way to a weight or at rest, in the block of a loss
+        scale; maybe another block comes before it is unscaled.  The step is skipped, or the
+        gradients are thrown away and the next step is not."""
+        if self.has_static_scale():
+            return  # the NaN would stay
         self.moves_weights()
-        self.amp.step(self.loss(number) * math.nan, self.optimizer)
-        self.optimizer.zero_grad()
+        loss_id, delays, is_stepped = number % 2, number % 3 == 0, number % 5 < 3
+        bad, weight = (math.inf, math.nan)[number % 7 % 2], self.model.head.weight
+        where = ("loss", "hook", "grad")[number % 11 % 3]
+        handle = weight.register_hook(lambda grad: poisoned(grad, number, bad))
+        if where != "hook":
+            handle.remove()
+        loss = self.loss(number) * (bad if where == "loss" else 1)
+        with self.amp.scaled(loss, self.optimizer, loss_id=loss_id, delay_unscale=delays) as scaled:
+            scaled.backward()
+            if where == "grad":
+                weight.grad.copy_(poisoned(weight.grad, number, bad))
+        handle.remove()
+        if delays:
+            self.amp.backward(self.loss(number), self.optimizer, {"loss_id": loss_id})
+        self.amp.record(self.amp.scale(loss_id))
+        if is_stepped:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad(set_to_none=number % 2 == 0)
+            self.amp.backward(self.loss(number), self.optimizer)
+            self.optimizer.step()
 
     def forward_fails(self, number: int) -> None:
         try:
@@ -154,7 +197,7 @@ class Actions(Run):
                 scaled.backward()
                 raise ZeroDivisionError
         except ZeroDivisionError:
-            if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
+            if self.has_static_scale():
                 self.optimizer.zero_grad()  # a scale of 1: the pass has left them, as in FP32
 
     def forward_without_casts(self, number: int) -> None:
@@ -324,7 +367,7 @@ class Actions(Run):
             ampatch.load_state_dict(ampatch.state_dict())
 
     def change_loss_scale(self, number: int) -> None:
-        if self.amp.half is torch.float16 and self.amp.level != "O3":
+        if not self.has_static_scale():
             self.amp.set_scale(2.0 ** (6 + number % 6))
 
 
@@ -361,11 +404,11 @@ def program(seed: int, length: int = 25) -> Program:
         )
         for _ in range(length)
     ]
-    return [(chance.choice(["sgd", "adam"]), 0), *chosen, ("train", 1), ("evaluate", 2)]
+    return [(chance.choice(list(OPTIMIZERS)), 0), *chosen, ("train", 1), ("evaluate", 2)]
 
 
 def results(driver: Driver, actions: Program) -> list[Tensor]:
-    run = Actions(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
+    run = Actions(driver, actions[0][0] if driver.level != "O3" else "sgd")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
     return [*driver.seen, *itertools.chain(*run.accumulated), *driver.weights()]

@@ -8,6 +8,7 @@ import drivers
 import pytest
 import test_situations
 from drivers import INIT_SCALE, SGD, Ampatch
+from situations_graphs import TURNS
 from test_situations import ROWS, check
 from torch import Tensor
 
@@ -28,6 +29,9 @@ NOT_HERE = {
             "full_backward_hooks_read_their_weights_gradients",
         ),
         REFUSED,
+    ),
+    **dict.fromkeys(
+        (f"sessions_that_take_turns_{plan}" for plan in TURNS), "--auto has one session"
     ),
     "two_threads_that_meet_in_backward": "passes take turns: tests/auto/test_auto_control.py",
     "schedules_and_param_groups_with_their_own_rates": "its optimizer is there before the start",
