@@ -171,11 +171,11 @@ class Sample:
     def castable(self) -> list[Tensor]:
         return [tensor for tensor in self.tensors() if tensor.dtype in CASTABLE]
 
-    def mixed(self, half: torch.dtype) -> Iterator[Sample]:
-        """The first tensor in half and the others in FP32, and the other way round."""
+    def mixed(self, half: torch.dtype, other: torch.dtype = torch.float32) -> Iterator[Sample]:
+        """The first tensor in half and the others in `other`, and the other way round."""
         if len(self.castable()) > 1:
             first = self.castable()[0]
-            for of_first, of_others in ((half, torch.float32), (torch.float32, half)):
+            for of_first, of_others in ((half, other), (other, half)):
                 yield self.fresh(
                     lambda leaf, first=first, of_first=of_first, of_others=of_others: (
                         leaf
