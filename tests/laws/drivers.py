@@ -39,6 +39,7 @@ class Driver:
         self.case = ""
         self.started: list[tuple[nn.Module, Any]] = []
         self._others: list[Driver] = []
+        self._settings = {"opt_level": level, "dtype": half, "init_scale": INIT_SCALE}
 
     def another(self, level: str | None = None, half: torch.dtype | None = None) -> Any:
         """A driver for a second session, whose weights are compared too."""
@@ -100,7 +101,6 @@ class Ampatch(Driver):
         With one model and a list of optimizers they all are that model's.
         """
         nets, optimizers = _made(net, make, self.device)
-        self._settings = {"opt_level": self.level, "dtype": self.half, "init_scale": INIT_SCALE}
         self._settings |= {"verbosity": 1, **settings}
         ampatch.initialize(nets, [o for o in optimizers if o is not None], **self._settings)
         return self._started(net, nets, optimizers)

@@ -39,30 +39,6 @@ def accumulation_by_plain_backward(amp):
             p.grad = None
 
 
-@situation("O1 O2")
-def accumulation_of_a_block_and_a_plain_backward(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.plain_backward(mse(model(-x), y))
-        amp.backward(mse(model(2 * x), y), optimizer)
-        optimizer.step()
-
-
-@situation()
-def several_backwards_in_one_block(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        amp.record(loss)
-        with amp.scaled(loss, optimizer) as scaled:
-            scaled.backward(retain_graph=True)
-            scaled.backward()
-        optimizer.step()
-
-
 @situation()
 def gradient_penalties_on_weights_and_on_inputs(amp):
     model, optimizer = amp.start(mlp())

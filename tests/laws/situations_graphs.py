@@ -59,19 +59,6 @@ def gradients_asked_for_with_autograd_grad(amp):
         amp.step(mse(model(x), y), optimizer)
 
 
-@situation()
-def several_forwards_before_their_backwards(amp):
-    """Of each pair one pass is for some inputs only."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        first, second = mse(model(x), y), mse(model(-x), y)
-        amp.backward(first, optimizer, inputs=list(model[2].parameters()))
-        amp.backward(second, optimizer)
-        optimizer.step()
-        amp.step(sum(mse(model(x * k), y) for k in range(10)), optimizer)
-
-
 class Checkpointed(Block):
     def __init__(self, **options):
         super().__init__()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from drivers import SGD
-from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
+from situations import PLAIN, batches, mlp, mse, plain_loop, situation, trained
 from torch import nn
 
 
@@ -195,19 +195,6 @@ def optimizers_of_other_kinds(amp, case):
     trained(amp, make=case, count=5)
 
 
-@situation("O1 O2")
-def two_optimizers_on_one_model(amp):
-    net = mlp()
-    makes = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.Adam(net[2].parameters())]
-    model, both = amp.start(net, makes)
-    for x, y in batches(4):
-        for optimizer in both:
-            optimizer.zero_grad()
-        amp.backward(mse(model(x), y), both)
-        for optimizer in both:
-            optimizer.step()
-
-
 ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
 LATE = {"delay_unscale": True}
 
@@ -297,33 +284,6 @@ def an_exception_in_a_closure(amp):
 
         with contextlib.suppress(ZeroDivisionError):
             optimizer.step(closure)
-
-
-@situation("O1 O2")
-def sam_with_two_half_steps(amp):
-    """`first_step` and `second_step`, as the well-known implementation has them."""
-
-    class Sam(torch.optim.SGD):
-        @torch.no_grad()
-        def first_step(self):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["was"] = p.clone()
-                p.add_(p.grad, alpha=0.3)
-
-        @torch.no_grad()
-        def second_step(self):
-            for p in self.param_groups[0]["params"]:
-                p.copy_(self.state[p]["was"])
-            super().step()
-
-    model, optimizer = amp.start(Block(), partial(Sam, lr=0.1))
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.first_step()
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.second_step()
 
 
 class ByAttributes(torch.optim.Optimizer):
