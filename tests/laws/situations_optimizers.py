@@ -148,32 +148,21 @@ def zeroth_order_steps(amp):
 
 
 class Lookahead:
+    """An optimizer around an optimizer, and none of torch's."""
+
     def __init__(self, params):
-        self.inner = SGD(params)
-        self.slow, self.count = None, 0
+        self.inner, self.slow = SGD(params), None
 
-    param_groups = property(lambda self: self.inner.param_groups)
-    state = property(lambda self: self.inner.state)
-
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     @torch.no_grad()
     def step(self):
         params = self.param_groups[0]["params"]
         self.slow = self.slow or [p.clone() for p in params]
         self.inner.step()
-        self.count += 1
-        if self.count % 2 == 0:
-            for p, slow in zip(params, self.slow):
-                slow.lerp_(p, 0.5)
-                p.copy_(slow)
+        for p, slow in zip(params, self.slow):
+            p.copy_(slow.lerp_(p, 0.5))
 
 
 class Cached(torch.optim.SGD):

@@ -1,10 +1,13 @@
-"""Every situation of the table on a fake accelerator, against the oracle on the same device."""
+"""Every situation of the table on a fake accelerator, against the oracle on the same device; some
+random programs.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import drivers
 import on_device
+import programs
 import pytest
 import situations
 import test_situations
@@ -49,11 +52,22 @@ def there() -> Iterator[Any]:
             yield pytest.param(*param.values, id=param.id, marks=marks)
 
 
+@pytest.fixture(autouse=True)
+def on_the_accelerator(accelerator, monkeypatch):
+    """What situations and programs make is made there."""
+    monkeypatch.setattr(drivers.Driver, "device", NAME)
+    on_device.move(monkeypatch, [situations, programs, *MODULES], NAME)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_program(level, seed):
+    programs.replay(level, "fp16", programs.program(seed))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("row", "level", "half"), list(there()))
-def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
-    monkeypatch.setattr(drivers.Driver, "device", NAME)
-    on_device.move(monkeypatch, [situations, *MODULES], NAME)
+def test_situation(row, level, half, caplog, monkeypatch) -> None:
     runs: list[Counts] = []
     models: list[int] = []  # how many each `initialize` got
     losses: list[int] = []
