@@ -106,16 +106,6 @@ class Actions(Run):
 
     # Passes
 
-    def train(self, number: int) -> None:
-        self.moves_weights()
-        self.amp.step(self.loss(number), self.optimizer)
-
-    def accumulate(self, number: int) -> None:
-        self.amp.backward(self.loss(number) / 2, self.optimizer)
-
-    def forward(self, number: int) -> None:
-        self.waiting.append(self.loss(number, checkpointed=number % 3 == 0))
-
     def backward(self, number: int) -> None:
         if self.waiting:
             self.amp.backward(self.waiting.pop(number % len(self.waiting)), self.optimizer)
@@ -130,15 +120,6 @@ class Actions(Run):
         with self.amp.scaled(loss, self.optimizer) as scaled:
             scaled.backward(retain_graph=True)
             scaled.backward()
-
-    def backward_for_one_weight(self, number: int) -> None:
-        self.amp.backward(self.loss(number), self.optimizer, inputs=[self.model.head.weight])
-
-    def backward_without_scaler(self, number: int) -> None:
-        self.amp.plain_backward(self.loss(number) / 2)
-
-    def forget_waiting(self, number: int) -> None:
-        self.waiting.clear()
 
     def train_with_penalty(self, number: int) -> None:
         self.moves_weights()
@@ -237,10 +218,6 @@ class Actions(Run):
 
     # Steps
 
-    def step(self, number: int) -> None:
-        self.moves_weights()
-        self.optimizer.step()
-
     def step_with_closure(self, number: int) -> None:
         self.moves_weights()
 
@@ -272,9 +249,6 @@ class Actions(Run):
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * (1 + number % 5)
 
-    def reload_optimizer(self, number: int) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-
     def join_late_layer(self, number: int) -> None:
         if self.joined:
             return
@@ -284,12 +258,6 @@ class Actions(Run):
         self.optimizer.add_param_group({"params": list(self.model.late.parameters()), "lr": 0.02})
 
     # Gradients
-
-    def zero_by_optimizer(self, number: int) -> None:
-        self.optimizer.zero_grad()
-
-    def clip_norm(self, number: int) -> None:
-        self.amp.record(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
 
     def clip_value(self, number: int) -> None:
         if any(p.grad is not None for p in self.params()):  # else torch itself raises
@@ -325,22 +293,12 @@ class Actions(Run):
         if p.requires_grad and self.amp.level == "O1":
             self.handles.append(p.register_post_accumulate_grad_hook(note))
 
-    def hook_a_module(self, number: int) -> None:
-        self.handles.append(self.model.shared.register_forward_hook(lambda m, args, out: out * 0.5))
-
-    def hook_a_modules_backward(self, number: int) -> None:
-        self.handles.append(self.model.head.register_full_backward_hook(lambda *_: None))
-
     def remove_hooks(self, number: int) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     # Weights
-
-    def freeze_or_unfreeze(self, number: int) -> None:
-        self.moves_weights()
-        self.model.first.requires_grad_(number % 2 == 0)
 
     def write_into_state_dict(self, number: int) -> None:
         self.moves_weights()
@@ -350,10 +308,6 @@ class Actions(Run):
     def update_mean(self, number: int) -> None:
         for key, value in self.model.state_dict().items():
             self.mean[key].lerp_(value.to(self.mean[key].dtype), 0.5)
-
-    def load_others(self, number: int) -> None:
-        self.moves_weights()
-        self.model.load_state_dict(Net(number % 7).state_dict())
 
     # Sessions
 
@@ -375,23 +329,51 @@ def resets(reset: Callable) -> Callable[[Actions, int], None]:
     return lambda run, number: reset(run.amp, run.model, run.optimizer)
 
 
-def writes(write: Callable) -> Callable[[Actions, int], None]:
+def moving(act: Callable) -> Callable[[Actions, int], None]:
     def action(run: Actions, number: int) -> None:
         run.moves_weights()
-        write(run.weight(number))
+        act(run, number)
 
     return action
 
 
+def writes(write: Callable) -> Callable[[Actions, int], None]:
+    return moving(lambda run, number: write(run.weight(number)))
+
+
 ACTIONS: dict[str, Callable[[Actions, int], None]] = {
     **{name: action for name, action in vars(Actions).items() if not name.startswith("_")},
+    "train": moving(lambda run, n: run.amp.step(run.loss(n), run.optimizer)),
+    "accumulate": lambda run, n: run.amp.backward(run.loss(n) / 2, run.optimizer),
+    "accumulate without the scaler": lambda run, n: run.amp.plain_backward(run.loss(n) / 2),
+    "accumulate for one weight": lambda run, n: run.amp.backward(
+        run.loss(n), run.optimizer, inputs=[run.model.head.weight]
+    ),
+    "forward": lambda run, n: run.waiting.append(run.loss(n, checkpointed=n % 3 == 0)),
+    "forget what waits": lambda run, n: run.waiting.clear(),
+    "step": moving(lambda run, n: run.optimizer.step()),
+    "zero": lambda run, n: run.optimizer.zero_grad(),
+    "clip norm": lambda run, n: run.amp.record(
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    ),
+    "reload optimizer": lambda run, n: run.optimizer.load_state_dict(
+        copy.deepcopy(run.optimizer.state_dict())
+    ),
+    "load other weights": moving(lambda run, n: run.model.load_state_dict(Net(n % 7).state_dict())),
+    "freeze or unfreeze": moving(lambda run, n: run.model.first.requires_grad_(n % 2 == 0)),
+    "hook a module": lambda run, n: run.handles.append(
+        run.model.shared.register_forward_hook(lambda m, args, out: out * 0.5)
+    ),
+    "hook a module's backward": lambda run, n: run.handles.append(
+        run.model.head.register_full_backward_hook(lambda *_: None)
+    ),
     **{f"gradients {name}": resets(reset) for name, reset in RESETS.items()},
     "write by data": writes(lambda p: p.data.mul_(0.75)),
     "write a clamp": writes(lambda p: p.data.clamp_(-0.25, 0.25)),
     "write under no_grad": writes(torch.no_grad()(lambda p: p.mul_(0.75))),
     "write by replacing data": writes(replaced),
 }
-OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by_optimizer")
+OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero")
 
 
 def program(seed: int, length: int = 25) -> Program:

@@ -280,7 +280,7 @@ def test_ctrl_c_in_the_models_own_code(level, scope):
 @WAYS
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_handler_that_calls_the_model(level, scope, grad):
-    """Of a signal, or a `__del__`, at any call of ampatch's in a forward: both are right."""
+    """Of a signal, or a `__del__`, in a forward: both are right."""
     model, _ = start(level, scope, None)
     x, outputs = data()[0], []
 
@@ -289,10 +289,10 @@ def test_a_handler_that_calls_the_model(level, scope, grad):
             outputs.append(model(x))
 
     call()
-    count, expected = strikes.calls(call), outputs[0]
-    for number in range(1, count + 1, 2):
+    expected, (count, _) = outputs[0], strikes.lines(call, FILES, rooms=("",))
+    for number in range(1, count + 1, 3):
         outputs.clear()
-        where = strikes.strike(call, number, action=call)
+        _, where = strikes.lines(call, FILES, number, ("",), action=call)
         call()
         outputs += in_threads(functools.partial(model, x))
         assert len(outputs) == 4 and all(torch.equal(out, expected) for out in outputs), where
@@ -314,11 +314,11 @@ def test_ctrl_c_as_a_session_begins_or_ends(level, scope, phase, most):
         manage(model, optimizers, level, scope) if phase == "initialize" else ampatch.deactivate()
 
     model, optimizers = prepare()
-    count = strikes.calls(does, "models")
+    count, _ = strikes.lines(does, FILES)
     for number in range(1, count + 1, 1 + count // most):
         ampatch.deactivate()
         model, optimizers = prepare()
-        where = strikes.strike(does, number, "models")
+        _, where = strikes.lines(does, FILES, number)
         ampatch.deactivate()
         assert is_plain(model), where
         manage(model, optimizers, level, scope)
