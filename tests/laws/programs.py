@@ -59,9 +59,10 @@ SCALING = {"num_losses": 2, "growth_interval": 3, "max_loss_scale": 2.0**12}
 class Run:
     def __init__(self, amp: Driver, optimizer: str) -> None:
         self.amp = amp
-        net = Net()
-        trained = [p for p in net.parameters() if p.requires_grad]
-        self.model, self.optimizer = amp.start(net, OPTIMIZERS[optimizer](trained), **SCALING)
+        make = OPTIMIZERS[optimizer]
+        self.model, self.optimizer = amp.start(
+            Net(), lambda params: make([p for p in params if p.requires_grad]), **SCALING
+        )
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
         self.accumulated: list[list[Tensor]] = [[] for _ in range(8)]  # in no order among weights

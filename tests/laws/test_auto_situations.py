@@ -1,10 +1,13 @@
-"""The situations of O1 under `ampatch run --auto`: scripts that have `backward()` and `step()`."""
+"""The situations of O1, and random programs, under `ampatch run --auto`: scripts that have
+`backward()` and `step()`.
+"""
 
 import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
 import drivers
+import programs
 import pytest
 import test_situations
 from drivers import INIT_SCALE, SGD, Ampatch
@@ -68,5 +71,22 @@ def test_situation(row, half, caplog, monkeypatch):
     check(row, "O1", half, caplog)
 
 
+NOT_PLAYED = {
+    "hook a module's backward": REFUSED,
+    "hook_an_accumulator": UNSCALED,
+    "block_fails": "there are no blocks",
+    "overflow": "there is one loss scale: tests/auto/test_auto_overflow.py",
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_program(seed, monkeypatch):
+    monkeypatch.setattr(programs, "Ampatch", Auto)
+    monkeypatch.setattr(programs, "SCALING", {})
+    actions = programs.program(seed)
+    programs.replay("O1", "fp16", [(name, n) for name, n in actions if name not in NOT_PLAYED])
+
+
 def test_what_is_left_out_exists():
     assert NOT_HERE.keys() <= {param.values[0].name for param in ROWS}
+    assert NOT_PLAYED.keys() <= programs.ACTIONS.keys()
