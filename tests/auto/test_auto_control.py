@@ -21,6 +21,7 @@ def test_nothing_is_left_behind():
         *((torch.Tensor, name) for name in ("register_hook", "numpy")),
         *((ampatch, name) for name in ("initialize", "init")),
         (torch.amp.GradScaler, "__init__"),
+        (torch.nn.Module, "__call__"),
         (torch.amp.autocast_mode.autocast, "__enter__"),
         (torch.utils.data._utils.fetch._MapDatasetFetcher, "fetch"),
         (torch.autograd, "backward"),

@@ -126,11 +126,3 @@ def test_nobody_else_hears_it(session, holder, caplog):
     held = holder()
     (held(X) if isinstance(held, nn.Module) else X @ held).sum().backward()
     assert caplog.records == []
-
-
-def test_the_replaced_call_goes_with_the_session():
-    before = vars(nn.Module)["__call__"]
-    auto.start({"dtype": H})
-    assert vars(nn.Module)["__call__"] is not before
-    ampatch.deactivate()
-    assert vars(nn.Module)["__call__"] is before

@@ -74,12 +74,3 @@ def test_the_means_that_initialize_and_the_page_repeat_are_those_of_the_file():
     page = result_tables.Results(DOCS / "performance.md").tables()["How long a step takes"]
     [row] = [row for row in page if row[""] == f"{TRAINING} (6)"]
     assert row.items() <= {**means, "": row[""]}.items()
-
-
-def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no file .*DATE-speed\.md: a benchmark writes"):
-        figures.small_steps()
-    (tmp_path / "2026-01-01-speed.md").write_text("### Title\n\n| | O1 |\n|---|---|\n| a | 1 |\n")
-    with pytest.raises(ValueError, match="has nothing like"):
-        result_tables.Results.newest("speed").says(result_tables.WHERE)

@@ -11,21 +11,6 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 
 
-@situation()
-def accumulation_each_in_its_block(amp):
-    """Every other step is taken on what has piled up since the step before; later on the sum is
-    clipped in each micro-batch."""
-    model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(12)):
-        amp.backward(mse(model(x), y) / 3, optimizer)
-        if number >= 6:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if number % 3 == 2:
-            optimizer.step()
-        if number % 6 == 5:
-            optimizer.zero_grad()
-
-
 @situation("O1 O2", halves="bf16")
 def accumulation_by_plain_backward(amp):
     """256 equal gradients in bfloat16 sum to half of it at best: the weights end 50 % away."""
@@ -40,14 +25,10 @@ def accumulation_by_plain_backward(amp):
 
 
 @situation()
-def gradient_penalties_on_weights_and_on_inputs(amp):
+def gradient_penalties_on_inputs(amp):
+    """On weights: `programs.py`."""
     model, optimizer = amp.start(mlp())
     for x, y in batches(4):
-        loss = mse(model(x), y)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        penalty = sum(grad.float().square().sum() for grad in grads)
-        amp.record(penalty)
-        amp.step(loss + penalty, optimizer)
         x.requires_grad_()
         out = model(x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -65,23 +46,6 @@ def a_gan(amp):
         fake = maker(x)
         amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), second)
         amp.step(mse(judge(fake), y), first)
-
-
-@situation()
-def evaluations_in_between(amp):
-    """Under `no_grad` and in inference mode, between steps and while a graph waits."""
-    model, optimizer = amp.start(mlp(norm=True))
-    for x, y in batches(4):
-        for mode in (torch.no_grad, torch.inference_mode):
-            model.eval()
-            with mode():
-                amp.record(model(x))
-            model.train()
-            amp.step(mse(model(x), y), optimizer)
-        loss = mse(model(x), y)
-        with torch.no_grad():
-            amp.record(model(2 * x))
-        amp.step(loss, optimizer)
 
 
 @situation("O1 O2")

@@ -1,10 +1,8 @@
-"""Situations: averages of the weights, kept by torch, and stepped from."""
+"""Situations: averages of the weights, kept by torch."""
 
 import copy
-from functools import partial
 
-import torch
-from situations import batches, look, mlp, mse, plain_loop, situation
+from situations import batches, look, mlp, plain_loop, situation
 from torch import nn
 from torch.optim.swa_utils import (
     SWALR,
@@ -56,27 +54,3 @@ def averaged_submodule(amp):
     mean = AveragedModel(model[0], multi_avg_fn=get_ema_multi_avg_fn(0.999))
     plain_loop(amp, model, optimizer, 4, after=lambda: mean.update_parameters(model[0]))
     amp.record(*mean.module.state_dict().values())
-
-
-@situation("O1 O2")
-def schedule_free_modes(amp):
-    """`eval()` and `train()` of the optimizer move its parameters between two points."""
-
-    class ScheduleFree(torch.optim.SGD):
-        @torch.no_grad()
-        def eval(self):
-            for p in self.param_groups[0]["params"]:
-                z = self.state[p].setdefault("z", p.detach().clone())
-                p.lerp_(z, 0.5)
-
-        @torch.no_grad()
-        def train(self):
-            for p in self.param_groups[0]["params"]:
-                p.lerp_(self.state[p]["z"], -1.0)
-
-    model, optimizer = amp.start(mlp(), partial(ScheduleFree, lr=0.1))
-    for x, y in batches(4):
-        amp.step(mse(model(x), y), optimizer)
-        optimizer.eval()
-        look(amp, model, x)
-        optimizer.train()

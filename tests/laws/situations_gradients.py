@@ -38,21 +38,10 @@ RESETS = {  # actions of `programs.py`
 }
 
 
-def logged(amp, model, optimizer):
-    """`p.grad` is there for code between the block and the step."""
-    for p in model.parameters():
-        assert p.grad is not None, "no gradient to log"
-        amp.record(p.grad.float().norm())
-
-
 def listed(amp, model, optimizer):
     grads = [p.grad for p in model.parameters()]
     amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
     torch._foreach_mul_(grads, 0.5)
-
-
-def clipped_by_norm(amp, model, optimizer):
-    amp.record(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 def clipped_in_a_loop_over_masters(amp, model, optimizer):
@@ -73,13 +62,7 @@ def replaced(p):
 
 
 CHANGES = {
-    "norms are logged": logged,
-    "clipped by norm": clipped_by_norm,
-    "clipped by value": lambda amp, model, optimizer: torch.nn.utils.clip_grad_value_(
-        model.parameters(), 0.01
-    ),
     "clipped in a loop over masters": clipped_in_a_loop_over_masters,
-    "averaged by hand": for_each_gradient(lambda p: p.grad.mul_(0.25)),
     "averaged through data": for_each_gradient(lambda p: p.grad.data.div_(4)),
     "centralized": for_each_gradient(centralized),
     "replaced": for_each_gradient(replaced),

@@ -4,7 +4,6 @@ Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py
 """
 
 import contextlib
-import copy
 from functools import partial
 from unittest import mock
 
@@ -165,23 +164,9 @@ class Lookahead:
             p.copy_(slow.lerp_(p, 0.5))
 
 
-class Cached(torch.optim.SGD):
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params, lr=0.1)
-        self.cached = params
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.cached:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1)
-
-
-@situation(cases={"a_list_of_its_own": Cached})
-@situation("O1 O2", cases={"an_optimizer_around_an_optimizer": Lookahead})
-def optimizers_of_other_kinds(amp, case):
-    trained(amp, make=case, count=5)
+@situation("O1 O2")
+def an_optimizer_around_an_optimizer(amp):
+    trained(amp, make=Lookahead, count=5)
 
 
 ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
@@ -273,37 +258,6 @@ def an_exception_in_a_closure(amp):
 
         with contextlib.suppress(ZeroDivisionError):
             optimizer.step(closure)
-
-
-class ByAttributes(torch.optim.Optimizer):
-    """Reads what the model's maker has noted on each parameter; keeps its state by parameter."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["seen"] = state.get("seen", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] * p.lr_mult / state["seen"])
-
-
-@situation("O0 O1 O2")
-def attributes_on_parameters(amp):
-    """`p.lr_mult`, as muP's and detection frameworks' optimizers read it."""
-    net = mlp()
-    for number, p in enumerate(net.parameters()):
-        p.lr_mult = 1.0 / (1 + number)
-    model, optimizer = trained(amp, net, ByAttributes, 2)
-    for p in model.parameters():
-        p.lr_mult *= 2
-    plain_loop(amp, model, optimizer, 2)
-    amp.record(*(optimizer.state[p]["seen"] for p in model.parameters()))
-    copied = copy.deepcopy(model)
-    amp.record(*(getattr(p, "lr_mult", 0.0) for p in model.parameters()), *copied.parameters())
 
 
 @situation("O0 O1 O2")

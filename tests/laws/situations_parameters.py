@@ -75,13 +75,9 @@ def gone_back_to_the_best(amp, model, optimizer):
 BETWEEN = {
     "a new head": with_a_new_head,
     "a layer reset": with_a_layer_reset,
-    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(
-        mlp(5, norm=True).state_dict()
-    ),
     "back to the best weights": gone_back_to_the_best,
     "momentum forgotten": lambda amp, model, optimizer: optimizer.state.clear(),
     "to the device it is on": lambda amp, model, optimizer: model.to(amp.device),
-    "initialized again": lambda amp, model, optimizer: amp.renew(),
 }
 
 

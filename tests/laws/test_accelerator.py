@@ -179,9 +179,6 @@ def test_autocast_and_casts_are_the_devices_and_work_of_the_host_stays_float32()
         assert torch.nn.functional.linear(*operands).dtype is dtype
 
 
-# Launches
-
-
 def linears(layers, width=8):
     torch.manual_seed(0)
     middle = [nn.Linear(width, width) for _ in range(layers)]
@@ -215,30 +212,6 @@ def test_weights_are_cast_and_compared_in_lists(layers, width, level, most):
 def test_large_weights_are_compared_in_few_kernels():
     """Of 1.2 million elements each: not in parts that are made for the cache of a CPU."""
     assert launches(4, 1100, "O2") - launches(2, 1100, "O2") <= 2 * 8
-
-
-# The device itself
-
-
-@pytest.mark.parametrize(
-    ("read", "waits"),
-    [
-        (lambda t: t.sum().item(), 1),
-        (lambda t: bool(t.any()), 1),
-        (lambda t: t.cpu(), 1),
-        (lambda t: torch.equal(t, t + 1), 1),
-        (lambda t: t[t > 0], 1),
-        (lambda t: t.tolist(), 1),
-        (lambda t: t.nonzero(), 1),
-        (lambda t: (t @ t.t()).softmax(-1), 0),
-        (lambda t: t.view(-1)[1:].t(), 0),
-    ],
-)
-def test_the_device_counts_what_waits(read, waits):
-    tensor = torch.ones(2, 3, device=NAME)
-    with counted() as counts:
-        read(tensor)
-    assert counts.waits == waits
 
 
 def test_a_model_on_two_devices(opt_level, half):
