@@ -1,4 +1,4 @@
-"""Half tensors become FP32 arrays in NumPy, which a script without AMP code expects.
+"""Makes half tensors FP32 arrays in NumPy, as a script without AMP code expects.
 
 NumPy has no bfloat16, and sums of float16 overflow at 65504.
 """

@@ -1,11 +1,11 @@
 """`loss.backward()` as a `scale_loss` block of its own.
 
-The result is that of an FP32 script: unscaled gradients in `.grad`, added to the
-earlier ones.  The session keeps the overflow flag until the step.
+The script finds unscaled gradients in `.grad`, added to earlier gradients, as in FP32.  The session
+keeps the overflow flag until the step.
 
-A pass is not scaled if scaling cannot be undone or is of no use: with `create_graph`,
-with roots that are not floating tensors, and if it reaches no parameter of an
-optimizer (an update by hand cannot be skipped after an overflow).
+A pass is not scaled if scaling cannot be undone or is of no use: with `create_graph`, with roots
+that are not floating tensors, and if it reaches no parameter of an optimizer (an update by hand
+cannot be skipped after an overflow).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .graph import UnmanagedGradients, leaves
 
 
 class _Targets(NamedTuple):
-    """What gets gradients from a pass: tensors, as far as the graph shows them, and optimizers."""
+    """The tensors (as far as the graph shows) and optimizers that get gradients from a pass."""
 
     reached: list[Tensor]
     optimizers: list[ManagedOptimizer]
@@ -42,11 +42,11 @@ class BackwardPasses:
         self._lock = threading.RLock()
         self._has_warned_unscaled = False
         self._has_warned_without_casts = False
-        self._unmanaged: UnmanagedGradients | None = None  # of the running scaled pass
-        self.scale: Any = None  # of the running pass; None: it is not scaled
-        self.deferred_hooks: list[Callable[[], None]] = []  # called when the pass has unscaled
+        self._unmanaged: UnmanagedGradients | None = None  # for the running scaled pass
+        self.scale: Any = None  # the scale of the running pass, or None if the pass is not scaled
+        self.deferred_hooks: list[Callable[[], None]] = []  # called after the pass has unscaled
 
-    def around(self, original: Callable) -> Callable:
+    def wrap_backward(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.backward`."""
         signature = inspect.signature(original)
 
@@ -68,7 +68,7 @@ class BackwardPasses:
 
         return backward
 
-    def around_grad(self, original: Callable) -> Callable:
+    def wrap_grad(self, original: Callable) -> Callable:
         """The replacement of `torch.autograd.grad`."""
 
         @functools.wraps(original)
@@ -90,7 +90,7 @@ class BackwardPasses:
         )
 
     def _targets(self, arguments: dict, roots: list[Any]) -> _Targets | None:
-        """The targets of a scaled pass; None if the pass must not be scaled."""
+        """The targets of a pass, or None if the pass must not be scaled."""
         if arguments.get("create_graph") or not all(map(_is_loss, roots)):
             return None
         inputs = arguments.get("inputs")
@@ -126,7 +126,11 @@ class BackwardPasses:
         scale = self._scaler.snapshot()
         unmanaged = UnmanagedGradients(self._managed_ids(), self._scaler, scale)
         try:
-            with torch.enable_grad(), unmanaged, block as scaled_loss:  # grad mode may be off
+            with (
+                torch.enable_grad(),
+                unmanaged,
+                block as scaled_loss,
+            ):  # the script may have turned grad mode off
                 unmanaged.add(targets.reached)
                 self._unmanaged, self.scale = unmanaged, self._scaler.snapshot()
                 other_losses = [self._scaler.scale(root)[0] for root in roots[1:]]
@@ -140,7 +144,7 @@ class BackwardPasses:
                 hook()
 
     def _prepare_nested(self, arguments: dict, roots: list[Any]) -> None:
-        """Prepare a pass inside another.  If it starts from losses, these are scaled.
+        """Prepare a pass inside another pass.  If it starts from losses, the losses are scaled.
 
         Otherwise it starts from gradients of the outer pass, which are scaled already.
         """

@@ -42,10 +42,10 @@ def check(settings: dict[str, Any]) -> None:
 
 
 def start(settings: dict[str, Any]) -> Session | None:
-    """Start mixed precision in this process with the settings `settings` (default: O1, float16).
+    """Start mixed precision in this process with these settings (default: O1, float16).
 
-    Returns the session; closing it ends mixed precision.  Returns None and changes nothing
-    at O0 and if `AMPATCH_ENABLED` is 0.
+    Returns the session; closing it ends mixed precision.  At O0, or if `AMPATCH_ENABLED` is 0,
+    returns None and changes nothing.
     """
     level, half = settings.get("opt_level", "O1"), settings.get("dtype", torch.float16)
     if not settings.get("enabled", True) or level == "O0":
@@ -58,20 +58,20 @@ def start(settings: dict[str, Any]) -> Session | None:
     patches = PatchSet()
     passes = BackwardPasses(session, forwards)
     patches.replace(nn.Module, "__call__", forwards.around)
-    patches.replace(torch.autograd, "grad", passes.around_grad)
+    patches.replace(torch.autograd, "grad", passes.wrap_grad)
     refusals.install(patches)
     arrays.install(patches, properties.dtype)
-    patches.replace(torch.autograd, "backward", passes.around)
+    patches.replace(torch.autograd, "backward", passes.wrap_backward)
     if not session.scalers[0].is_one:
         gradient_hooks.install(patches, passes)
     for name in ("__init__", "__setstate__"):  # new optimizers, and copied or unpickled ones
         patches.replace(Optimizer, name, lambda original: _then_manage(original, session))
-    ending = _Ending(session, patches)
-    ending.stop_observing = ampatch.observe(ending)
+    remover = _PatchRemover(session, patches)
+    remover.stop_observing = ampatch.observe(remover)
     return session
 
 
-class _Ending:
+class _PatchRemover:
     """Observer that undoes the patches when the session closes."""
 
     def __init__(self, session: Session, patches: PatchSet) -> None:
@@ -87,7 +87,7 @@ class _Ending:
 
 
 def _then_manage(original: Callable, session: Session) -> Callable:
-    """The method `original` of optimizers, which then come under the session."""
+    """The method `original` of optimizers, after which the session manages the optimizer."""
 
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,14 +11,16 @@ from torch.autograd.function import BackwardCFunction
 
 
 def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """The leaves that `roots` reach, and whether there may be others in a hidden graph.
+    """The leaves that `roots` reach, and whether a hidden graph may have further leaves.
 
     A Python `autograd.Function` may run a backward pass of its own over a graph that `roots` do
     not show, as `torch.utils.checkpoint(use_reentrant=True)` does.
     """
     reached = [root for root in roots if root.is_leaf and root.requires_grad]
     pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(pending)  # holds the nodes: a dropped one would come back as a new Python object
+    seen = set(
+        pending
+    )  # keeps the nodes alive: a dropped node would come back as a new Python object
     is_hidden = False
     while pending:
         node = pending.pop()
@@ -39,7 +41,7 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
 class UnmanagedGradients:
     """Context manager for one scaled pass: unscales gradients of tensors that no optimizer has.
 
-    These are inputs that a script perturbs, weights that it updates by hand or not at all, and
+    Examples: inputs that a script perturbs, weights that it updates by hand or not at all, and
     results with `retain_grad`.  An overflow in their gradients does not change the loss scale.
     """
 
@@ -50,7 +52,7 @@ class UnmanagedGradients:
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Save the earlier gradients of these tensors; the end of the pass adds the new ones."""
+        """Save the earlier gradients of tensors; the end of the pass adds the new gradients."""
         for tensor in tensors:
             if id(tensor) not in self._managed_ids and id(tensor) not in self._saved:
                 self._saved[id(tensor)] = (tensor, tensor.grad)
@@ -61,9 +63,9 @@ class UnmanagedGradients:
 
     def __exit__(self, exc_type: type[BaseException] | None, *details: object) -> None:
         if exc_type is None:
-            new = [t.grad for t, _ in self._saved.values() if t.grad is not None]
+            new_grads = [t.grad for t, _ in self._saved.values() if t.grad is not None]
             with torch.no_grad():
-                self._scaler.unscale_(new, self._scale)
+                self._scaler.unscale_(new_grads, self._scale)
         for tensor, earlier in self._saved.values():
             if exc_type is not None or tensor.grad is None:
                 tensor.grad = earlier

@@ -27,27 +27,27 @@ def install(patches: PatchSet) -> None:
     patches.replace(autocast, "__enter__", _refusing_autocast)
 
 
-def _error(what: str, instead: str) -> AmpatchError:
+def _error(call: str, instead: str) -> AmpatchError:
     return AmpatchError(
-        f"--auto is for scripts without AMP code, and this one calls {what}. {instead}"
+        f"--auto is for scripts without AMP code, and this one calls {call}. {instead}"
     )
 
 
-def _refusing(what: str, original: Callable) -> Callable:
+def _refusing(call: str, original: Callable) -> Callable:
     """A function that raises, also for `enabled=False`: `scale_loss` would use --auto's session."""
 
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise _error(
-            what, "Leave out --auto; --opt-level, --dtype and --loss-scale count there too."
+            call, "Leave out --auto; --opt-level, --dtype and --loss-scale count there too."
         )
 
     return refuse
 
 
 _INSTEAD_OF_TORCH = (
-    "Run it with plain Python, or remove these lines. Regions with enabled=False may stay: they "
-    "run in FP32 under --auto too."
+    "Run it with plain Python, or remove these lines. Regions of torch.autocast with enabled=False "
+    "may stay: they run in FP32 under --auto too."
 )
 
 

@@ -20,9 +20,9 @@ def add_parser(commands: Any) -> None:
         "switches it off.",
     )
     parser.add_argument("--verbose", action="store_true", help="show the compiler's output")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--force", action="store_true", help="build again, even if there is a build")
-    what.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--force", action="store_true", help="build again, even if there is a build")
+    group.add_argument(
         "--clean",
         action="store_true",
         help="remove all builds, also those for other versions, and build nothing",
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say_status() -> int:
-    """Print whether a Python that starts now uses the build; 1 if it cannot."""
+    """Print whether a new Python process uses the build.  Returns 1 if it cannot."""
     from ampatch.native import loading
 
     status = loading.find()[1]

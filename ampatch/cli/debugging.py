@@ -1,4 +1,4 @@
-"""`ampatch run --debug`: the script under the debugger, and what it says at the end."""
+"""`ampatch run --debug`: runs the script under the debugger, and prints its findings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from ampatch.diagnose.nonfinite import Debugger
     from ampatch.types import StopAt
 
-SHOWN = 10  # overflows that are listed
+MAX_SHOWN = 10  # overflows to list
 
 
 def run_debugged(execute: Callable[[], int], stop_at: StopAt) -> int:
-    """`execute()` with every model watched; prints on the standard error what was found.
+    """Call `execute()` with every model watched; print the findings on the standard error.
 
     `execute` runs the script and returns its exit code.  The first inf or NaN that counts ends the
     script, with exit code 1.
     """
     from ampatch.diagnose.nonfinite import Debugger
-    from ampatch.diagnose.running import EndAtFinding
+    from ampatch.diagnose.run_steps import EndAtFinding
 
     with Debugger(None, stop_at, is_logged=False) as debugger:
         end = EndAtFinding(debugger)
@@ -40,9 +40,9 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             f"ampatch: passed over overflows in {counted(len(passed_over), 'step')}, because a "
             "smaller loss scale cures them (--stop-at any stops there)."
         )
-        yield from (f"  {report.in_short()}" for report in passed_over[:SHOWN])
-        if len(passed_over) > SHOWN:
-            yield f"  ... and {len(passed_over) - SHOWN} more"
+        yield from (f"  {report.in_short()}" for report in passed_over[:MAX_SHOWN])
+        if len(passed_over) > MAX_SHOWN:
+            yield f"  ... and {len(passed_over) - MAX_SHOWN} more"
     if unseen:
         yield (
             f"ampatch: skipped {counted(unseen, 'step')} because of an inf or NaN that no backward "
@@ -56,6 +56,6 @@ def _lines(debugger: Debugger) -> Iterator[str]:
         return
     yield (
         f"ampatch: {'no other' if passed_over or unseen else 'no'} inf or NaN in {debugger.step} "
-        "optimizer steps. Where training goes wrong all the same, gradients may be too small for "
-        "float16: ampatch gradients SCRIPT shows what is lost of them."
+        "optimizer steps. If training fails all the same, gradients may be too small for "
+        "float16: ampatch gradients SCRIPT shows how many float16 loses."
     )

@@ -1,6 +1,6 @@
 """The command `ampatch doctor`: versions, devices, and the speed of the half dtypes here.
 
-A report about a problem should begin with it.
+A bug report should begin with its output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXTRAS = (
     "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy",
     "ray", "tensorboard", "wandb",
 )  # fmt: skip
-_ORDER = ("float16", "bfloat16", "float32")  # the last against itself: the noise of the machine
+_ORDER = ("float16", "bfloat16", "float32")  # float32 shows the noise
 _SPEEDS = (
     "\nSpeed relative to FP32, forward and backward, with the range of three measurements.\n"
     "Above 1 is faster. A difference under 10 %, or a range that includes 1, is a tie."
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_dict() -> dict[str, Any]:
-    """Everything, for JSON."""
+    """All facts and speeds, for JSON."""
     from ampatch.diagnose.speed import fast
 
     measured = _measured()
@@ -88,16 +88,16 @@ def _measured() -> dict[str, list[Speed]]:
 
 
 def facts() -> dict[str, Any]:
-    """Everything but the speeds."""
+    """All facts but the speeds."""
     import torch
 
     from ampatch import device_figures
     from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
     from ampatch.diagnose.tables import content
 
-    others = sorted(name for name in os.environ if name.startswith("AMPATCH_"))  # misspelt ones too
+    with_misspelt = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     apex = importlib.util.find_spec("apex")
-    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *others))
+    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *with_misspelt))
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},
@@ -116,7 +116,7 @@ def facts() -> dict[str, Any]:
 
 
 def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Pairs of a name and its value as text."""
+    """Yield pairs of a name and its value as text."""
     for name, value in listed.items():
         if name in ("versions", "extras", "environment"):
             missing = "not set" if name == "environment" else "not installed"
@@ -124,13 +124,13 @@ def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         if name == "torch_built_for":
             value = [f"{toolkit} {version}" for toolkit, version in value.items()]
-            value = value or ["the CPU alone"]
+            value = value or ["the CPU only"]
         shown = ", ".join(value) or "none" if isinstance(value, list) else str(value)
         yield name.replace("_", " "), shown
 
 
 def native_part() -> str:
-    """Whether it is active, and what keeps it from being built."""
+    """Whether the native part is active, and what keeps it from being built."""
     from ampatch import native
 
     return "; ".join(filter(None, [native.status().reason, native.missing()]))

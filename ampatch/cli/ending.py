@@ -17,7 +17,7 @@ READER_ENDED = 141  # 128 and the number of SIGPIPE, as shells count
 
 
 def end_quietly(command: Callable[[], int], name: str) -> int:
-    """`command()`, or the exit code of what ended it; `name` begins the line that says so."""
+    """Run a command and return its exit code; how it ended is one line that begins with `name`."""
     try:
         try:
             code = command()
@@ -41,21 +41,21 @@ def end_quietly(command: Callable[[], int], name: str) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived, as from a scheduler whose time is up."""
+    """Raised by SIGTERM, which a scheduler sends when a job's time is up."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A block that SIGTERM ends as Ctrl-C does, by an exception."""
+    """Context manager in which SIGTERM raises `Terminated`."""
 
     def end(number: int, frame: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def interrupted(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
@@ -70,23 +70,23 @@ def resume_command(directory: Path) -> str:
     """The command line of this process, changed so that it resumes in `directory`."""
     words = sys.orig_argv
     cut = words.index("--") if "--" in words else len(words)
-    own = [word for word in words[:cut] if word not in ("--resume", "--overwrite")]
-    named = any(word.partition("=")[0] == "--out" for word in own)
+    kept = [word for word in words[:cut] if word not in ("--resume", "--overwrite")]
+    named = any(word.partition("=")[0] == "--out" for word in kept)
     out = [] if named else ["--out", str(directory)]
-    return shlex.join([*own, "--resume", *out, *words[cut:]])
+    return shlex.join([*kept, "--resume", *out, *words[cut:]])
 
 
 def cause(error: OSError) -> str:
-    """The file and the reason; the error's own text if it names no file."""
+    """The file and the reason of an error, or its own text if it names no file."""
     return str(error) if error.filename is None else f"{error.filename}: {error.strerror}."
 
 
 def _discard_output() -> None:
-    """Drop what the streams still hold: otherwise Python reports it when the process ends."""
+    """Drop unwritten output; otherwise Python reports an error when the process ends."""
     for stream in (sys.stdout, sys.stderr):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
 def _end_at_the_next_interrupt() -> None:

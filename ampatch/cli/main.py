@@ -1,7 +1,7 @@
 """The command `ampatch` and its subcommands.
 
-Each has a file of its own: `add_parser` adds it to the subparsers, `run` returns the exit code.
-`run` imports what it needs, so that a wrong option is refused at once.
+Each subcommand has a file: `add_parser` adds it to the subparsers, `run` returns the exit code.
+`run` imports what it needs, so that a wrong option is refused without these imports.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from ampatch.cli.ending import end_quietly
 from ampatch.cli.script_options import WATCHED, split
 from ampatch.errors import did_you_mean
 
-# in the order of --help; each file has the name of its command
+# In the order of --help.  Each file has the name of its command.
 SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, doctor, build)
 NAMES = tuple(module.__name__.rpartition(".")[2].replace("_", "-") for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
-"""Subcommands with `--` between their own arguments and those of the script."""
+"""Subcommands with `--` between their own arguments and the script's arguments."""
 WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": WATCHED}
-"""Subcommands that give the script all that follows it, and their options."""
+"""Subcommands that pass everything after the script to the script, with their own options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 _COMMON_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the output is a closed pipe"
-_CODES_OF_WATCHED = "0; the script's own if it failed; 1 if it never stepped an optimizer"
+_CODES_WITH_SCRIPT = "0; the script's own if it failed; 1 if it never stepped an optimizer"
 _EXIT_CODES = {
     "sweep": "0; 1 if no run succeeded or the sweep could not continue; 143 after SIGTERM",
     "tune": "0; 1 if no cure was found or the tuning could not continue; 143 after SIGTERM",
     "report": "0; 1 if a file cannot be written",
     "run": "the script's own; 1 if an exception or --debug ends it",
     "tables": "0; 1 if no row has NAME",
-    "gradients": _CODES_OF_WATCHED,
-    "explain": _CODES_OF_WATCHED,
+    "gradients": _CODES_WITH_SCRIPT,
+    "explain": _CODES_WITH_SCRIPT,
     "doctor": "0; 1 if torch cannot be imported",
     "build": "0 if there is a build that loads, or after --clean; 1 if it cannot be made or does "
     "not load",
@@ -64,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    own, script_arguments = _split(argv)
+    arguments, script_arguments = _split(argv)
     parser = build_parser()
-    _check_command(parser, own)
-    options, unknown = parser.parse_known_args(own)
+    _check_command(parser, arguments)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options.parser.error(_unrecognized(own, options, unknown))
+        options.parser.error(_unrecognized(arguments, options, unknown))
     options.arguments, options.argv = script_arguments, argv
     return int(options.command(options))
 
 
-def _check_command(parser: argparse.ArgumentParser, own: list[str]) -> None:
+def _check_command(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     """Refuse an unknown command or option, and name a similar one."""
-    word = own[0]
+    word = arguments[0]
     if word in ("-h", "--help", "--version", *NAMES):
         return
     if word.startswith("-"):
@@ -93,26 +93,26 @@ def _option_like(word: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known, 0.75).replace('"', '"--', 1)
 
 
-def _unrecognized(own: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
+def _unrecognized(words: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
     known = {*re.findall(r"--([\w-]+)", options.parser.format_help())} - {"help"}
     meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
-    if own[0] in WITH_SEPARATOR:
-        remaining, of_ampatch = list(unknown), []
-        for word in own:
+    if words[0] in WITH_SEPARATOR:
+        remaining, recognized = list(unknown), []
+        for word in words:
             if remaining[:1] == [word]:
                 remaining.pop(0)
             else:
-                of_ampatch.append(word)
-        follows_script = {"-m", options.script}.intersection(own[: own.index(unknown[0])])
-        line = shlex.join([*of_ampatch, "--", *unknown]) if follows_script else ""
+                recognized.append(word)
+        follows_script = {"-m", options.script}.intersection(words[: words.index(unknown[0])])
+        line = shlex.join([*recognized, "--", *unknown]) if follows_script else ""
         message += "\nPut -- before the script's own arguments: ampatch "
-        message += line or f"{own[0]} SCRIPT -- ARGUMENTS"
+        message += line or f"{words[0]} SCRIPT -- ARGUMENTS"
     return message
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments of the command, and those of the script: argparse would mix them.
+    """The arguments of the command, and the arguments of the script: argparse would mix them.
 
     The script's arguments begin at `--` or, as for `run`, after SCRIPT or MODULE.
     `--local-rank=N` is the script's, wherever it stands: `python -m torch.distributed.launch -m
@@ -124,12 +124,13 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     if rest[0] in WITH_SCRIPT_LAST:
         options = WITH_SCRIPT_LAST[rest[0]]
         with_value = [flag for flag, settings in options.items() if "action" not in settings]
-        own, of_script = split(rest, with_value)
+        arguments, script_arguments = split(rest, with_value)
     else:
         cut = rest.index("--") if "--" in rest else len(rest)
-        own, of_script = rest[:cut], rest[cut + 1 :]
-    ranks = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, own)]
-    return [word for word in own if word not in ranks], [*ranks, *of_script]
+        arguments, script_arguments = rest[:cut], rest[cut + 1 :]
+    rank_flags = [*argv[: len(argv) - len(rest)], *filter(_LOCAL_RANK.fullmatch, arguments)]
+    arguments = [word for word in arguments if word not in rank_flags]
+    return arguments, [*rank_flags, *script_arguments]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampatch",
         description="Apex-style automatic mixed precision for PyTorch.",
-        epilog=f"Exit status: that of the command, see COMMAND --help; {_COMMON_CODES}.",
+        epilog=f"Exit status: see COMMAND --help; {_COMMON_CODES}.",
     )
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

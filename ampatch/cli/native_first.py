@@ -1,4 +1,4 @@
-"""Builds the native part before a script starts, where there is a compiler and no build."""
+"""Builds the native part before a script starts, if there is a compiler and no build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 20.0  # seconds between lines during the compilation
 
 
 def build() -> bool:
-    """Build if there is none; returns whether there is now one that this process has not loaded.
+    """Build if there is no build.  Returns whether this process has to restart to load it.
 
     Two lines on the standard error announce the build and its result.  If several processes start
     together, one builds and the others wait.
@@ -47,7 +47,7 @@ def build() -> bool:
 
 @contextlib.contextmanager
 def progress_lines() -> Iterator[None]:
-    """Inside, a line every `INTERVAL` seconds says that it still compiles."""
+    """Context manager that prints a line every `INTERVAL` seconds while a build compiles."""
     start, is_over = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -64,21 +64,21 @@ def progress_lines() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    """One line of rank 0 on the standard error."""
+    """Print a line on the standard error, in rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"ampatch: {text}", file=sys.stderr, flush=True)
 
 
 def may_restart(words: Sequence[str]) -> bool:
-    """Whether this process was started as the command, rather than by a program that calls it."""
+    """Whether this process is the command, not a program that calls `main`."""
     return bool(sys.executable and words) and sys.orig_argv[-len(words) :] == list(words)
 
 
 def restart() -> int:
-    """Start the command of this process again: `import ampatch` finds the build then."""
+    """Start the command of this process again, so that `import ampatch` finds the build."""
     command = [sys.executable, *sys.orig_argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.name != "posix":  # there `exec` leaves the console to others while the script runs
+    if os.name != "posix":  # on Windows `exec` would return to the console while the script runs
         return subprocess.call(command)
     os.execv(command[0], command)

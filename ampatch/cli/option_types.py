@@ -27,7 +27,7 @@ def percentage(text: str) -> float:
 
 
 def _number(convert: Callable[[str], Any], text: str, expected: str) -> Any:
-    """`convert(text)`; argparse would show the name of a function of ours for a `ValueError`."""
+    """`convert(text)`.  For a `ValueError` argparse would show the name of the function."""
     try:
         return convert(text)
     except ValueError:
@@ -35,7 +35,7 @@ def _number(convert: Callable[[str], Any], text: str, expected: str) -> Any:
 
 
 def name_and_value(metavar: str, text: str) -> tuple[str, str]:
-    """`NAME=VALUE`, split at the first `=`; `metavar` is how the help writes it."""
+    """`NAME=VALUE`, split at the first `=`; `metavar` is the form in the help."""
     name, sign, value = text.partition("=")
     if not (name and sign and value):
         such_as = rf", such as '{name or 'acc'}={name or 'acc'}: (\S+)'"

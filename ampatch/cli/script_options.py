@@ -199,7 +199,7 @@ def run_watched(options: argparse.Namespace, watcher: Callable[[], Any]) -> tupl
     program = program_of(options)
     apply_settings(options, program)
     notes = start(options, program)
-    from ampatch.diagnose.running import run_steps
+    from ampatch.diagnose.run_steps import run_steps
 
     watch = watcher()
     ending, steps = run_steps(program, options.arguments, options.steps)

@@ -14,7 +14,7 @@ from ampatch.cli.option_types import name_and_value
 from ampatch.cli.script_options import program_of
 from ampatch.sweep.options import command_options, flag, help_texts
 
-Made = TypeVar("Made")  # a sweep or a tuning
+Task = TypeVar("Task")  # a sweep or a tuning
 
 
 def add_options(
@@ -24,7 +24,7 @@ def add_options(
 ) -> Any:
     """Add the options of `SweepOptions`, with the help texts there or in `other_texts`.
 
-    Returns the group of those that a first sweep does not need.
+    Returns the group of options that a first sweep does not need.
     """
     later = parser.add_argument_group("more options")
     texts = {**help_texts(), **other_texts}
@@ -35,23 +35,23 @@ def add_options(
         group.add_argument(
             flag(option),
             dest=option.name,
-            help=texts.get(option.name, "").replace("%", "%%"),  # none with python -OO
-            default=argparse.SUPPRESS,  # those of `SweepOptions` apply
+            help=texts.get(option.name, "").replace("%", "%%"),  # python -OO drops the texts
+            default=argparse.SUPPRESS,  # then the default of `SweepOptions` applies
             **_argument_settings(option),
         )
     return later
 
 
-def construct(options: argparse.Namespace, make: Callable[..., Made], **more: Any) -> Made:
+def construct(options: argparse.Namespace, make: Callable[..., Task], **added: Any) -> Task:
     """Call `make` with the script and the options; errors end the command."""
     program = program_of(options)
     for option in command_options():
         if option.name in vars(options):
             value = getattr(options, option.name)
-            more[option.name] = dict(value) if option.default_factory is dict else value
+            added[option.name] = dict(value) if option.default_factory is dict else value
     parser: argparse.ArgumentParser = options.parser
     try:
-        return make(program.name, options.arguments, module=program.is_module, **more)
+        return make(program.name, options.arguments, module=program.is_module, **added)
     except OSError as error:
         parser.error(cause(error))
     except (ImportError, ValueError) as error:

@@ -15,7 +15,7 @@ from ampatch.cli.sweep_output import check_installed
 from ampatch.sweep.options import SHORT_DTYPES
 
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
-"""Options of a sweep that have no meaning here."""
+"""Options of a sweep that a tuning does not have."""
 OTHER_TEXTS = {
     "seeds": "run the answer with seeds 0 to N-1, N at least 4 (default: 6); candidates run with "
     "half of them",
@@ -43,21 +43,21 @@ def add_parser(commands: Any) -> None:
         "initialize(overrides=...), AMPATCH_OVERRIDES and ampatch run --overrides.",
     )
     add_program(parser)
-    what = parser.add_argument_group("what is tuned")
-    what.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to repair")
-    what.add_argument(
+    group = parser.add_argument_group("what to tune")
+    group.add_argument("--opt-level", choices=("O1", "O2", "O3"), help="the level to repair")
+    group.add_argument(
         "--dtype",
         type=lambda name: SHORT_DTYPES.get(name, name),
         choices=("float16", "bfloat16"),
         help="(default: float16)",
     )
-    what.add_argument(
+    group.add_argument(
         "--probe-steps",
         type=positive_count,
         metavar="N",
         help="steps at O0 in which modules also compute in half (default: 100)",
     )
-    what.add_argument(
+    group.add_argument(
         "--candidates",
         type=positive_count,
         metavar="N",
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(message, file=sys.stderr)
         return code
     except OSError as error:
-        print(f"{error}. Mend that, and go on with --resume.", file=sys.stderr)
+        print(f"{error}. Fix the cause, and go on with --resume.", file=sys.stderr)
         return 1
     except (SweepError, TuneError) as error:
         print(f"Stopped: {error}", file=sys.stderr)

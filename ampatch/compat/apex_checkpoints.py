@@ -1,14 +1,16 @@
 """Optimizer checkpoints as apex wrote them, turned into torch's layout.
 
-At O2 apex saved torch's own layout of the masters' state, which loads unchanged.  Other layouts:
+At O2 apex saved the state of the master weights in torch's layout, which loads unchanged.  Other
+layouts:
 
 * FusedAdam and FusedAdagrad of apex count steps per group; torch's Adam, AdamW and Adagrad count
-  per parameter;
-* `FP16_Optimizer` has the inner optimizer's state beside the masters (`fp32_from_fp16`).  That of
-  `apex.contrib`, with a flat tensor per group (`fp32_groups_flat`), is refused.
+  per parameter.
+* `FP16_Optimizer` saved the inner optimizer's state beside the master weights (`fp32_from_fp16`).
+  The `FP16_Optimizer` of `apex.contrib` saved a flat tensor per group (`fp32_groups_flat`), which
+  is refused.
 
-LAMB, NovoGrad and third-party optimizers count per group too, under the same name.  So steps move
-from groups to parameters only for these three classes of torch.
+LAMB, NovoGrad and third-party optimizers count per group too, under the same name.  So only for
+torch's three classes the counts are copied from groups to parameters.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ _MASTERS, _FLAT_MASTERS = "fp32_from_fp16", "fp32_groups_flat"
 class _ApexLayout(NamedTuple):
     """How to recognize a checkpoint of a fused optimizer of apex."""
 
-    group_options: frozenset[str]  # which each group has
-    torch_option: str  # which each group lacks, and torch's has
+    group_options: frozenset[str]  # options that each group has
+    torch_option: str  # an option of torch's groups that apex's groups lack
     state_names: frozenset[str]  # the names of a parameter's state
 
 
@@ -52,9 +54,10 @@ def torch_layout(
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """torch's layout of an optimizer's `state_dict`, and `(parameter, FP32 values)` pairs.
 
-    `optimizer` will load the state.  `is_in_half` tells with which weights the model computes in
-    half: apex had masters of these.  A state in torch's layout, or of an optimizer that is not
-    torch's, is returned unchanged.  Raises `ValueError` if apex's masters do not fit.
+    `optimizer` will load the state.  `is_in_half` returns whether the model computes with half
+    copies of a parameter: apex had master weights of these.  A state in torch's layout, or of an
+    optimizer that is not torch's, is returned unchanged.  Raises `ValueError` if apex's masters do
+    not fit.
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
@@ -95,7 +98,7 @@ def _master_values(
     values: list[tuple[Tensor, Tensor]] = []
     for number, (tensors, group) in enumerate(_pairs_of_groups(saved, groups, _MASTERS)):
         params = group["params"]
-        if len(params) != len(tensors):  # apex left out those that were FP32 in the model
+        if len(params) != len(tensors):  # without those that were FP32 in the model
             params = [param for param in params if is_in_half(param)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         expected = [tuple(param.shape) for param in params]
@@ -109,7 +112,7 @@ def _master_values(
 
 
 def _steps_per_parameter(state: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """Move the count of steps from groups to parameters; options that apex lacks stay."""
+    """Copy step counts from groups to parameters.  Options that apex lacks keep their values."""
     entries = dict(state["state"])
     new_groups = []
     for saved, group in _pairs_of_groups(state["param_groups"], groups, "param_groups"):

@@ -19,9 +19,10 @@ from .tensors import ByStorage, tensors_in
 
 @dataclasses.dataclass
 class Calls:
-    """One function: `casts` counts tensors that were cast, `cached` those with a half copy.
+    """The casts for one function.
 
-    `bytes` were written by the casts.  `to` counts the tensors by the dtype of the result.
+    `casts` counts tensors that were cast, `cached` weights that already had a half copy.  `bytes`
+    counts the bytes that the casts wrote.  `to` counts the tensors by the dtype of the result.
     """
 
     calls: int = 0
@@ -33,7 +34,7 @@ class Calls:
 
 @dataclasses.dataclass
 class Batches:
-    """Weights that were cast together, each batch in one node of the graph."""
+    """Weights that were cast in batches, with one node of the graph per batch."""
 
     batches: int = 0
     weights: int = 0
@@ -49,42 +50,42 @@ class Bounce:
 
 
 @dataclasses.dataclass
-class _Running:
+class _RunningCall:
     name: str
     casts_to_fp32: bool = False
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.running: list[_Running] = []
-        self.new_weight_copies: list[Tensor] = []  # for the next call
+        self.running: list[_RunningCall] = []
+        self.new_weight_copies: list[Tensor] = []  # made for the next call
 
 
 class CastWatch:
-    """Counts from `start` to `stop`, in all threads."""
+    """Counts casts from `start` to `stop`, in all threads."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Calls] = {}
         self.batches = Batches()
         self.bounces: dict[tuple[str, str], Bounce] = {}
-        self.used: set[torch.dtype] = set()  # half dtypes
-        self._thread = _Thread()
+        self.used: set[torch.dtype] = set()  # the half dtypes that were used
+        self._thread = _ThreadState()
         self._results_in_fp32: ByStorage[str] = ByStorage()
 
     def start(self) -> None:
-        """Count from now on."""
+        """Begin to count."""
         facade.observe_casts(self)
 
     def stop(self) -> None:
-        """Count no more; a second call does nothing."""
+        """Stop counting.  A second call does nothing."""
         facade.stop_observing_casts(self)
 
-    # Called by the engine: see `CastObserver`
+    # Called for each patched call; see `CastObserver`
 
     def call_begins(self, function: Callable) -> None:
         name = name_of(function)
         self.functions.setdefault(name, Calls()).calls += 1
-        self._thread.running.append(_Running(name))
+        self._thread.running.append(_RunningCall(name))
 
     def call_ends(self, function: Callable, result: Any) -> None:
         ended = self._thread.running.pop()
@@ -126,7 +127,7 @@ class CastWatch:
 
 
 def name_of(original: Any) -> str:
-    """A function's name as people write it."""
+    """The public name of a function, with its module."""
     replacement = facade.replacement_of(original)
     named = original if replacement is None else replacement
     module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", str(named))

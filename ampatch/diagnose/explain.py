@@ -1,4 +1,4 @@
-"""What was cast, for which function, and which casts could be saved.
+"""Which tensors were cast for which function, and which casts could be saved.
 
 with ampatch.report(model) as casts:
     train(model)
@@ -20,11 +20,11 @@ from ampatch import native
 from ampatch.session import facade
 
 from .casts_seen import CastWatch
-from .models import Models, check_model
 from .tensors import dtype_name, tensors_in
+from .watched_modules import WatchedModules, check_model
 
 HALVES = {torch.float16, torch.bfloat16}
-MAX_BOUNCES = 10  # of the advice
+MAX_BOUNCES = 10  # bounces that the advice lists
 
 
 def report(model: nn.Module | None = None) -> CastReport:
@@ -52,7 +52,7 @@ class ModuleUse:
 
 
 class CastReport:
-    """Counts while it is active; `str` of it is the report so far.
+    """Counts while it is active; `str(report)` is the report so far.
 
     `functions` counts calls and casts by the function's name, `modules` calls and dtypes by the
     module's path.  `batches` counts weights that were cast together.  `bounces` counts casts
@@ -67,7 +67,7 @@ class CastReport:
         self.modules: dict[str, ModuleUse] = {}
         self._levels = _open_levels()
         self._counts.start()
-        self._models = Models(model, on_exit=self._after_forward)
+        self._models = WatchedModules(model, on_exit=self._after_forward)
         self._stop_observing = ampatch.observe(self)
 
     def remove(self) -> None:
@@ -83,12 +83,12 @@ class CastReport:
         self.remove()
 
     def on_initialize(self, properties: Any) -> None:
-        """`initialize` was called while this counts."""
+        """Record the level of an `initialize` that is called while this counts."""
         self._levels |= _open_levels()
 
     def on_deactivate(self) -> None:
-        """`ampatch.deactivate()` also ends a report of a given model."""
-        if not self._models.takes_all:
+        """Stop a report of a given model."""
+        if not self._models.watches_all:
             self.remove()
 
     def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -105,7 +105,7 @@ class CastReport:
         return self._counts.used
 
     def advice(self) -> list[str]:
-        """Which casts could be saved, or why nothing ran in half."""
+        """Sentences on casts that could be saved, or on why nothing ran in half."""
         pairs = sorted(self.bounces.items(), key=lambda pair: -pair[1].bytes)
         tips = [
             f"{source} runs in FP32 on half inputs and {target} casts its result back to half: "

@@ -1,4 +1,4 @@
-"""The size of gradients, and the share of them that float16 would lose.
+"""The size of gradients, and the share of gradients that float16 would lose.
 
     with ampatch.gradient_range(model) as gradients:
         train(model)
@@ -23,11 +23,11 @@ import ampatch
 from ampatch.session.facade import session_of
 from ampatch.torch_private.tensors import hooks_of
 
-from .cancelled import cancelled
+from .cancelled import noise_mask
 from .gradient_report import GradientReport
 from .histogram import SMALLEST, Counts, Histogram
-from .models import Models, check_model
 from .tensors import values
+from .watched_modules import WatchedModules, check_model
 
 
 def gradient_range(model: nn.Module | None = None) -> GradientRange:
@@ -58,7 +58,7 @@ class GradientRange:
         self._counts: dict[str, Counts] = {}
         self._left_out: set[str] = set()
         self._hooked: set[str] = set()
-        self._models = Models(model)
+        self._models = WatchedModules(model)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -82,7 +82,7 @@ class GradientRange:
     def report(self, lost: float = 0.001) -> GradientReport:
         """The counts so far; `lost` is the share that a static scale may lose.
 
-        Waits for the device.  Raises `ValueError` unless `0 <= lost < 1`.
+        Synchronizes with the device.  Raises `ValueError` unless `0 <= lost < 1`.
         """
         by_parameter = {name: counts.read() for name, counts in self._counts.items()}
         total = sum(by_parameter.values(), Histogram())
@@ -94,13 +94,13 @@ class GradientRange:
     # Called by ampatch and by torch's optimizers
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """Gradients of a skipped step have overflowed; they are not counted."""
+        """Count a skipped step; its gradients have overflowed and are not counted."""
         if skipped is True and self._watched_params(optimizer):
             self.skipped += 1
 
     def on_deactivate(self) -> None:
         """`ampatch.deactivate()` also ends the counting for a given model."""
-        if not self._models.takes_all:
+        if not self._models.watches_all:
             self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -112,9 +112,9 @@ class GradientRange:
             self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
-        weights = self._watched_params(optimizer)
-        self._hooked.update(name for name, weight in weights if any(hooks_of(weight)))
-        grads = [(name, weight.grad) for name, weight in weights]
+        params = self._watched_params(optimizer)
+        self._hooked.update(name for name, param in params if any(hooks_of(param)))
+        grads = [(name, param.grad) for name, param in params]
         counted = [(name, grad) for name, grad in grads if grad is not None]
         if not counted:
             return
@@ -124,7 +124,7 @@ class GradientRange:
         half = torch.float16 if session is None else session.properties.dtype
         by_name = dict(counted)
         for name, grad in counted:
-            noise = cancelled(name, by_name, half)
+            noise = noise_mask(name, by_name, half)
             if noise is not None:
                 self._left_out.add(name)
                 grad = grad[~noise]
@@ -134,9 +134,9 @@ class GradientRange:
 
     def _watched_params(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         """The parameters of the watched models in an optimizer, by name."""
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        named = [(self._models.name_of(weight), weight) for weight in weights]
-        return [(name, weight) for name, weight in named if name is not None]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        named = [(self._models.name_of(param), param) for param in params]
+        return [(name, param) for name, param in named if name is not None]
 
 
 def _in_float16(session: Any) -> bool:

@@ -1,6 +1,6 @@
 """Gradients by binary exponent, and what they become in float16.
 
-After section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training"
+See section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training"
 (arXiv 1710.03740): gradients below float16's range become zero, and a loss scale
 moves them into it.
 """
@@ -26,7 +26,7 @@ _KINDS = ("zero", "not finite", "flushed", "subnormal", "flushed now", "subnorma
 
 
 class Counts:
-    """Adds up gradients on their device; `read` brings the numbers to the host."""
+    """Counts of gradients on their device; `read` copies the counts to the host."""
 
     def __init__(self) -> None:
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None  # bins, kinds, largest
@@ -43,19 +43,19 @@ class Counts:
             [
                 finite.numel() - (finite > 0).sum(),
                 (~is_finite).sum(),
-                *_in_float16(sizes)[:2],
-                *_in_float16(sizes * scale),
+                *_count_in_float16(sizes)[:2],
+                *_count_in_float16(sizes * scale),
             ]
         )
         largest = sizes.max() if sizes.numel() else sizes.new_zeros(())
         if self._sums is not None:
-            bins_before, kinds_before, largest_before = self._sums
-            bins, kinds = bins + bins_before, kinds + kinds_before
-            largest = torch.maximum(largest, largest_before)
+            earlier_bins, earlier_kinds, earlier_largest = self._sums
+            bins, kinds = bins + earlier_bins, kinds + earlier_kinds
+            largest = torch.maximum(largest, earlier_largest)
         self._sums = bins, kinds, largest
 
     def read(self) -> Histogram:
-        """What was counted so far; waits for the device."""
+        """The counts so far.  Synchronizes with the device."""
         if self._sums is None:
             return Histogram()
         bins, kinds, largest = self._sums
@@ -66,8 +66,8 @@ class Counts:
         )
 
 
-def _in_float16(sizes: Tensor) -> list[Tensor]:
-    """How many of these nonzero numbers float16 flushes, makes subnormal, makes inf."""
+def _count_in_float16(sizes: Tensor) -> list[Tensor]:
+    """How many of these nonzero numbers become 0, subnormal or inf in float16."""
     half = sizes.half()
     is_zero = half == 0
     return [is_zero.sum(), ((half < 2.0**SMALLEST_NORMAL) & ~is_zero).sum(), half.isinf().sum()]
@@ -77,10 +77,11 @@ def _in_float16(sizes: Tensor) -> list[Tensor]:
 class Histogram:
     """Absolute values of gradients.
 
-    `bins[e]` counts those in `(2**(e-1), 2**e]`.  At a scale of `2**k` float16 flushes to zero the
-    bins with `e + k <= -25`, and no others.  `kinds` counts the elements that are zero or not
-    finite, and those that float16 would flush or make subnormal, at scale 1 and at the loss scales
-    of their steps ("now"); "over now" would become inf.  `largest` is the largest finite one.
+    `bins[e]` counts the values in `(2**(e-1), 2**e]`.  At a scale of `2**k` float16 flushes the
+    bins with `e + k <= -25` to zero, and no others.  `kinds` counts elements that are zero or not
+    finite, and elements that float16 would flush or make subnormal, at scale 1 and at the loss
+    scales of their steps ("now").  "over now" counts elements that would become inf.  `largest` is
+    the largest finite value.
     """
 
     bins: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -89,11 +90,11 @@ class Histogram:
 
     @property
     def counted(self) -> int:
-        """The number of elements that are finite and not zero, of which shares are taken."""
+        """The number of finite nonzero elements; shares are fractions of this number."""
         return sum(self.bins.values())
 
     def share(self, kind: str) -> float:
-        """The share of `kind` among those counted; 0 where there are none."""
+        """The share of `kind` among the counted elements, or 0 if none was counted."""
         return self.kinds[kind] / self.counted if self.counted else 0.0
 
     def flushed_at(self, exponent: int) -> float:
@@ -131,7 +132,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """A static loss scale, the share it loses, and whether that is within the share `asked`."""
+    """A static loss scale, the share that it loses, and whether that is at most `asked`."""
 
     scale: float
     lost: float

@@ -1,8 +1,9 @@
 """The first non-finite value of a training, and its origin: `ampatch.debug`.
 
-It checks the outputs of modules, the loss, the gradients of parameters and, after a step, the
-weights.  If one is not finite, the report names the operator that made it.  For that the output of
-every operator is checked, which waits for the device: too slow for normal training.
+The debugger checks the outputs of modules, the loss, the gradients of parameters and, after a step,
+the weights.  The report names the operator that made the value.  To find it, the output of every
+operator is checked.  Each check synchronizes with the device, which is too slow for normal
+training.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import ampatch
 
 from ..config.optimizer_eps import lost_eps
 from ..types import StopAt
-from .finding import Report, location
-from .models import Models, check_model
-from .operators import CHECKED, Operators, Origin, Where, is_finite, largest, values
+from .debug_report import Report, location
+from .operators import CHECKED_DTYPES, CallSite, Origin, OriginTracker, is_finite, largest, values
 from .tensors import tensors_in
+from .watched_modules import WatchedModules, check_model
 
 logger = logging.getLogger("ampatch")
 
@@ -65,8 +66,8 @@ class Debugger:
 
     `passed_over` holds the first overflow of each step that a smaller loss scale cures;
     `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
-    when the script writes to `.grad`.  `is_logged`: whether the report is logged too, as
-    an error on the logger "ampatch".
+    when the script writes to `.grad`.  With `is_logged` the report is also
+    logged, as an error on the logger "ampatch".
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class Debugger:
         self._is_stepping = False
         self._steps: dict[int, int] = {}
         self._handles: list[Any] = []
-        self._models = Models(model, on_parameter=self._hook_parameter, on_exit=self._check_output)
+        self._models = WatchedModules(
+            model, on_parameter=self._hook_parameter, on_exit=self._check_output
+        )
         self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._stop_observing = ampatch.observe(self)
-        self._operators = Operators(self._phase_and_module)
+        self._operators = OriginTracker(self._phase_and_module)
         self._operators.enter()
 
     def remove(self) -> None:
@@ -104,7 +107,7 @@ class Debugger:
         self._stop_observing()
 
     def reset(self) -> None:
-        """Drop the report and look for the next inf or NaN."""
+        """Drop the report and wait for the next inf or NaN."""
         self.report = None
 
     def __enter__(self) -> Debugger:
@@ -124,7 +127,7 @@ class Debugger:
         return self._models.running
 
     def _phase_and_module(self) -> tuple[str, nn.Module | None]:
-        """The current phase and module outside of backward, for `Operators`."""
+        """The current phase and module outside of backward, for `OriginTracker`."""
         running = self._models.running
         if running:
             return "forward", running[-1]
@@ -133,19 +136,19 @@ class Debugger:
     # Called by ampatch and by torch's optimizers
 
     def on_loss(self, loss: Any, loss_id: int = 0) -> None:
-        """A `scale_loss` block begins."""
+        """Check the loss of a `scale_loss` block that begins."""
         self._check("loss", tensors_in(loss))
 
     def on_block(self, scaler: Any) -> None:
-        """A `scale_loss` block begins, with its scaler."""
+        """Store the scaler of the block until its backward pass ends."""
         self._block_scaler = scaler
 
     def on_backward(self, loss_id: int = 0) -> None:
-        """Its backward pass has ended."""
+        """Forget the scaler: the backward pass of the block has ended."""
         self._block_scaler = None
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """Counts a skipped step of a managed optimizer; torch's hook counts the others."""
+        """Count a skipped step of a managed optimizer; torch's hook counts other steps."""
         if skipped is True:
             self.unseen_skips += not self._is_explained()
             self._count(optimizer)
@@ -159,7 +162,7 @@ class Debugger:
 
     def on_deactivate(self) -> None:
         """`ampatch.deactivate()` also ends the watch of a given model."""
-        if not self._models.takes_all:
+        if not self._models.watches_all:
             self.remove()
 
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -167,12 +170,12 @@ class Debugger:
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        for weight in weights if self.report is None else ():
-            name = self._models.name_of(weight)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params if self.report is None else ():
+            name = self._models.name_of(param)
             advice = lost_eps(optimizer) or ""
-            where = f"weight {name}"
-            if name is not None and self._check(where, [weight], phase="step", advice=advice):
+            noticed_in = f"weight {name}"
+            if name is not None and self._check(noticed_in, [param], phase="step", advice=advice):
                 if self.report is not None:  # set by `_check`
                     self.report.parameters.append(name)
                 break
@@ -209,50 +212,51 @@ class Debugger:
 
     def _check(
         self,
-        where: str,
+        noticed_in: str,
         tensors: list[Tensor],
         module: nn.Module | None = None,
         inputs: Sequence[Tensor] = (),
         phase: str = "forward",
         advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `module` and `phase` count if its origin is unknown.
+        """Report the first non-finite tensor; `module` and `phase` are used if its origin is
+        unknown.
 
         `advice` is for values that the optimizer's step has made.
         """
         if self.report is not None or not self.is_active:
             return False
         for tensor in tensors:
-            if tensor.dtype not in CHECKED or is_finite(tensor):
+            if tensor.dtype not in CHECKED_DTYPES or is_finite(tensor):
                 continue
             origin = self._operators.origin_of(tensor)
-            origin = origin or _unseen_origin(tensor, module, inputs, phase)
+            origin = origin or _unknown_origin(tensor, module, inputs, phase)
             if origin.is_written:
                 continue
-            if phase == "backward" and self._pass_over(origin, where):
+            if phase == "backward" and self._pass_over(origin, noticed_in):
                 continue
-            self.report = self._new_report(origin, where)
+            self.report = self._new_report(origin, noticed_in)
             self.report.advice = advice if origin.phase == "step" else ""
             if self._is_logged:
                 logger.error("%s", self.report)
             return True
         return False
 
-    def _pass_over(self, origin: Origin, where: str) -> bool:
+    def _pass_over(self, origin: Origin, noticed_in: str) -> bool:
         """Record an overflow that a smaller loss scale cures; False for any other value."""
         if not self._passes_over or not origin.is_absorbed(self._block_scaler):
             return False
         if not self.passed_over or self.passed_over[-1].step != self.step:
-            self.passed_over.append(self._new_report(origin, where))
+            self.passed_over.append(self._new_report(origin, noticed_in))
         return True
 
-    def _new_report(self, origin: Origin, where: str) -> Report:
-        module, code, line = origin.where
+    def _new_report(self, origin: Origin, noticed_in: str) -> Report:
+        module, code, line = origin.call_site
         return Report(
             None if module is None else self._models.names.get(module, ""),
             "" if module is None else type(module).__name__,
             origin.phase,
-            where,
+            noticed_in,
             origin.value,
             origin.dtype,
             origin.largest_input,
@@ -288,14 +292,14 @@ def _hooks(parameter: Tensor, check: Callable[[Tensor, Tensor], None]) -> Iterat
         yield parameter.register_post_accumulate_grad_hook(on_accumulated)
 
 
-def _unseen_origin(
+def _unknown_origin(
     tensor: Tensor, module: nn.Module | None, inputs: Sequence[Tensor], phase: str
 ) -> Origin:
     value = "nan" if bool(torch.isnan(values(tensor)).any()) else "inf"
-    checked = [t for t in inputs if t.dtype in CHECKED]
-    where = Where(module, None, 0)
+    checked = [t for t in inputs if t.dtype in CHECKED_DTYPES]
+    call_site = CallSite(module, None, 0)
     are_finite = all(map(is_finite, checked))
-    return Origin("", phase, where, tensor.dtype, value, largest(checked), are_finite, False, 0)
+    return Origin("", phase, call_site, tensor.dtype, value, largest(checked), are_finite, False, 0)
 
 
 def _rank() -> int | None:

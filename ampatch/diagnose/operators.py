@@ -1,9 +1,9 @@
-"""Which operator made a non-finite number: the outputs of every operator are checked.
+"""Which operator made a non-finite value: checks the outputs of every operator.
 
 A non-finite output is traced to its origin, the first operator whose inputs were finite.  Values
 keep their origin through views, casts and other operators, also from the forward into the backward
-pass.  An inf that the code writes itself, such as the -inf of a mask, is marked: it is reported
-only if an operator makes a NaN of it.
+pass.  An inf that the user's code writes, such as the -inf of a mask, is marked.  It is reported
+only if an operator turns it into a NaN.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ampatch.torch_private import custom_ops, dispatch_modes
 from ampatch.torch_private.foreach import COPY
 
-from .exact import largest_exact
+from .float64 import max_in_float64
 from .tensors import ByStorage, storage_key, values
 
-CHECKED = (
+CHECKED_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
 OVERWRITING = ("copy_", COPY)  # they do not read their first argument
@@ -36,8 +36,8 @@ _LIBRARIES = tuple(
 )
 
 
-class Where(NamedTuple):
-    """Where in the model and in the user's code a forward operator ran."""
+class CallSite(NamedTuple):
+    """The module and the line of the user's code in which a forward operator ran."""
 
     module: nn.Module | None
     code: CodeType | None
@@ -46,103 +46,107 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """The operator that made the first non-finite numbers of a tensor or of its ancestors.
+    """The operator that made the first non-finite value of a tensor or of its ancestors.
 
-    `exact` is the largest number of its result in float64, inf if that is not finite either; None
-    outside of the backward pass or if it could not be computed.
+    `max_in_float64` is the largest magnitude of its result in float64: inf if that is not
+    finite either, None outside of the backward pass or if it could not be computed.
     """
 
     operator: str
     phase: str
-    where: Where
+    call_site: CallSite
     dtype: torch.dtype
     value: str
     largest_input: float | None
     input_is_finite: bool
-    is_written: bool  # an inf that the code itself put there
+    is_written: bool  # an inf that the user's code writes
     order: int
-    exact: float | None = None
+    max_in_float64: float | None = None
 
     def at_scale_1(self, scaler: Any) -> float | None:
-        """The largest number of the operator's result at loss scale 1; None if unknown.
+        """The largest magnitude of the operator's result at loss scale 1, or None if unknown.
 
-        Gradients are proportional to the scale.  `scaler` is that of the open `scale_loss` block,
-        None outside of a block.  Reading its scale waits for the device.
+        Gradients are proportional to the scale.  `scaler` is the scaler of the open `scale_loss`
+        block, or None outside of a block.  Reading its scale synchronizes with the device.
         """
-        return None if scaler is None or self.exact is None else self.exact / scaler.get()
+        if scaler is None or self.max_in_float64 is None:
+            return None
+        return self.max_in_float64 / scaler.get()
 
     def is_absorbed(self, scaler: Any) -> bool:
         """Whether the result is finite at the smallest scale, 1 or the scaler's own minimum.
 
-        True also if that could not be computed: then the report comes at that scale.
+        Also True if the result could not be computed again: if the value stays non-finite, it is
+        reported at the smallest scale.
         """
         if self.phase != "backward" or scaler is None or not scaler.is_dynamic:
             return False
         scale, lowest = scaler.get(), max(1.0, scaler.settings.min_loss_scale)
         if scale <= lowest:
             return False
-        return self.exact is None or self.exact * lowest / scale <= torch.finfo(self.dtype).max
+        largest_at_lowest = (self.max_in_float64 or 0.0) * lowest / scale
+        return largest_at_lowest <= torch.finfo(self.dtype).max
 
 
-class Operators(dispatch_modes.TorchDispatchMode):
-    """Looks at each operator of this thread, from `enter` to `leave`.
+class OriginTracker(dispatch_modes.TorchDispatchMode):
+    """Checks the output of each operator of this thread, from `enter` to `leave`.
 
-    `current` gives the phase outside of backward ("forward" or "step") and the module
-    that runs, or None.
+    `current()` returns the phase outside of backward ("forward" or "step") and the running module
+    or None.
     """
 
     def __init__(self, current: Callable[[], tuple[str, nn.Module | None]]) -> None:
         super().__init__()
         self._current = current
-        self._is_on = False
+        self._is_active = False
         self._origins: ByStorage[Origin] = ByStorage()
-        self._where_by_node: dict[int, Where] = {}  # keys: sequence numbers of the graph's nodes
+        self._call_sites: dict[int, CallSite] = {}  # by the sequence number of the node
         self._count = 0
 
     def enter(self) -> None:
-        self._is_on = True
+        self._is_active = True
         self.__enter__()
 
     def leave(self) -> None:
         """Stop checking, also below modes that were entered later."""
-        self._is_on = False
-        self._where_by_node.clear()  # they hold modules
+        self._is_active = False
+        self._call_sites.clear()  # call sites hold modules
         self._origins = ByStorage()
         dispatch_modes.take_out(self)  # in another thread the mode stays and does nothing
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """The origin of the non-finite numbers in a tensor; None if no operator was seen."""
+        """The origin of the non-finite values in a tensor, or None if no operator was seen."""
         return self._origins.get(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._is_on:
+        if not self._is_active:
             return func(*args, **kwargs)
-        phase, where = self._phase_and_where()
+        phase, call_site = self._phase_and_call_site()
         mutates = custom_ops.is_mutable(func)
-        inputs = list(_read(func, args, kwargs))
+        inputs = list(_tensors_read(func, args, kwargs))
         inputs_before = self._inspect(inputs) if mutates else None
         result = func(*args, **kwargs)
         outputs = list(_tensors((result, args, kwargs) if mutates else result))
         for output in outputs:
             if not is_finite(output):
                 inputs_before = inputs_before or self._inspect(inputs)
-                self._trace(func, phase, where, output, inputs_before, (args, kwargs))
+                self._trace(func, phase, call_site, output, inputs_before, (args, kwargs))
         return result
 
-    def _phase_and_where(self) -> tuple[str, Where]:
+    def _phase_and_call_site(self) -> tuple[str, CallSite]:
         phase, module = self._current()
         is_backward, number = dispatch_modes.running_backward_node()
         if is_backward and module is None:
-            return "backward", self._where_by_node.get(number, Where(None, None, 0))
-        where = Where(module, *_user_line())
+            return "backward", self._call_sites.get(number, CallSite(None, None, 0))
+        call_site = CallSite(module, *_user_line())
         # If this operator has a node, it is the newest one.
-        self._where_by_node.setdefault(dispatch_modes.newest_node(), where)
-        if len(self._where_by_node) > MAX_NODES:
-            del self._where_by_node[next(iter(self._where_by_node))]
-        return phase, where
+        self._call_sites.setdefault(dispatch_modes.newest_node(), call_site)
+        if len(self._call_sites) > MAX_NODES:
+            del self._call_sites[next(iter(self._call_sites))]
+        return phase, call_site
 
     def _inspect(self, inputs: list[Tensor]) -> _InputFacts:
         non_finite = [tensor for tensor in inputs if not is_finite(tensor)]
@@ -159,7 +163,7 @@ class Operators(dispatch_modes.TorchDispatchMode):
         self,
         func: Any,
         phase: str,
-        where: Where,
+        call_site: CallSite,
         output: Tensor,
         inputs_before: _InputFacts,
         arguments: Any,
@@ -178,21 +182,21 @@ class Operators(dispatch_modes.TorchDispatchMode):
             origin = Origin(
                 f"{func.namespace}.{custom_ops.base_name(func)}",
                 phase,
-                where,
+                call_site,
                 output.dtype,
                 value,
                 inputs_before.largest,
                 inputs_before.is_finite,
-                value == "inf" and any(map(math.isinf, _numbers(arguments))),
+                value == "inf" and any(map(math.isinf, _python_floats(arguments))),
                 self._count,
-                _exact(func, arguments, inputs_before) if phase == "backward" else None,
+                _max_in_float64(func, arguments, inputs_before) if phase == "backward" else None,
             )
         self._origins.set(output, origin)
 
 
 @dataclasses.dataclass
 class _InputFacts:
-    """About an operator's inputs before it ran; `from_outside`: those without a known origin."""
+    """An operator's inputs before it ran; `from_outside`: storages without a known origin."""
 
     largest: float | None
     has_nan: bool
@@ -201,31 +205,35 @@ class _InputFacts:
     origins: list[Origin]
 
 
-def _exact(func: Any, arguments: tuple[tuple, dict], inputs_before: _InputFacts) -> float | None:
-    if not inputs_before.is_finite:  # an inf of the code, or of operators that are not seen
+def _max_in_float64(
+    func: Any, arguments: tuple[tuple, dict], inputs_before: _InputFacts
+) -> float | None:
+    if (
+        not inputs_before.is_finite
+    ):  # an inf of the user's code, or of an operator that was not seen
         return math.inf if inputs_before.origins else None
     if custom_ops.base_name(func) in OVERWRITING:
         return inputs_before.largest
-    return largest_exact(func, *arguments)
+    return max_in_float64(func, *arguments)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every number of a tensor is finite."""
+    """Whether every element of a tensor is finite."""
     return bool(torch.isfinite(values(tensor.detach())).all())
 
 
 def largest(tensors: list[Tensor]) -> float | None:
-    """The largest absolute finite number in all of them; None if there is none."""
+    """The largest finite magnitude in all tensors, or None if there is none."""
     maxima = []
     for tensor in tensors:
-        numbers = values(tensor.detach())
-        kept = numbers[torch.isfinite(numbers)]
-        if kept.numel():
-            maxima.append(kept.abs().max().item())
+        elements = values(tensor.detach())
+        finite = elements[torch.isfinite(elements)]
+        if finite.numel():
+            maxima.append(finite.abs().max().item())
     return max(maxima, default=None)
 
 
-def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def _tensors_read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """The tensors that an operator reads, without those that it only writes."""
     yield from _tensors(args[1:] if custom_ops.base_name(func) in OVERWRITING else args)
     outs = custom_ops.out_arguments(func)
@@ -235,7 +243,7 @@ def _read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter)
-        if is_plain and value.dtype in CHECKED and not value.is_meta:
+        if is_plain and value.dtype in CHECKED_DTYPES and not value.is_meta:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -244,14 +252,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _python_floats(value: Any) -> Iterator[float]:
     if isinstance(value, float):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _numbers(item)
+            yield from _python_floats(item)
     elif isinstance(value, dict):
-        yield from _numbers(list(value.values()))
+        yield from _python_floats(list(value.values()))
 
 
 def _user_line() -> tuple[CodeType | None, int]:

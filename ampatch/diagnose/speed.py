@@ -1,10 +1,10 @@
 """The speed of the half dtypes on this machine, with a verdict for each operation.
 
 Each round times FP32, the half dtypes and FP32 again, directly after each other.  Other processes
-make calls longer, never shorter, and seldom in all rounds.  So the time of a dtype is that of its
-shortest call, and a speed is the ratio of two such times.  Rounds continue until FP32 agrees with
-itself, or for `MAX_SECONDS`.  The range comes from the speeds of each third of the rounds.  A CPU
-is measured on one thread, because several threads wait for each other on busy cores.
+make calls longer, never shorter, and seldom in all rounds.  So the time of a dtype is the time of
+its shortest call, and a speed is the ratio of two such times.  Rounds continue until FP32 agrees
+with itself, or for `MAX_SECONDS`.  The range comes from the speeds of each third of the rounds.  A
+CPU is measured on one thread, because several threads wait for each other on busy cores.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ampatch.torch_private.devices import device_types, is_owned_by_host
 from .tensors import dtype_name
 
 MIN_ROUNDS = 12
-MAX_SECONDS = 1.0  # seconds for the rounds of an operation
-AGREEMENT = 0.03  # the difference of FP32 from itself, in each third of the rounds
+MAX_SECONDS = 1.0  # the rounds of an operation last at most this many seconds
+AGREEMENT = 0.03  # the largest difference between FP32's two timings, in each third
 MARGIN = 0.1  # a difference below 10 % is a tie
-CLEARLY_SLOW = 5  # times FP32's time: such a dtype has only three rounds
+CLEARLY_SLOW = 5  # a dtype that takes this many times as long as FP32 has only three rounds
 SMALLEST_SHOWN = 0.1  # lower speeds are shown as "under 0.1x"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
-_CALLS_IN_ROUND = 3  # of each dtype
+_CALLS_IN_ROUND = 3  # calls of each dtype in a round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Speed:
         return dtype_name(self.dtype)
 
     def figure(self) -> str:
-        """The ratio and its range; below a tenth no more than that."""
+        """The ratio and its range as text, or "under 0.1x"."""
         if self.high < SMALLEST_SHOWN:
             return f"under {SMALLEST_SHOWN:g}x"
         return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
@@ -90,7 +90,8 @@ class HalfSpeeds:
 def half_speeds(device: str | None = None) -> HalfSpeeds:
     """Measure the half dtypes on a device; takes a few seconds.
 
-    `device` is "cpu" or the type of an accelerator; None means the accelerator where there is one.
+    `device` is "cpu" or the type of an accelerator; None means the accelerator, or the CPU without
+    one.
     """
     speeds = measure(device or device_types()[-1])
     ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_DTYPES}

@@ -13,7 +13,7 @@ from ampatch.torch_private.tensors import memory_of
 
 T = TypeVar("T")
 
-PRUNE_ABOVE = 512  # above this number of entries those of freed storages are dropped
+PRUNE_ABOVE = 512  # with more entries than this, entries of freed storages are dropped
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -33,8 +33,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 class ByStorage(Generic[T]):
     """One value for each storage, for as long as the storage exists.
 
-    Not by tensor: the graph saves tensors as new objects, and modules return views.  A weak
-    reference shows whether another storage has the address now.
+    Values are not kept by tensor, because the graph saves tensors as new objects and modules return
+    views.  A weak reference shows whether another storage has the address now.
     """
 
     def __init__(self) -> None:
@@ -58,5 +58,5 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """The tensor that holds the numbers: of a sparse one its values."""
+    """The tensor itself, or the values of a sparse tensor."""
     return tensor._values() if tensor.is_sparse else tensor

@@ -37,7 +37,7 @@ import ampatch
 from ..session.facade import session_of
 from ..torch_private.modules import compiled_from
 from ..types import HalfName, OptLevel
-from .managed import IntegrationSession, checked
+from .integration_session import IntegrationSession, check_settings
 from .process_end import end_gloo_at_exit
 
 _SCALE_FILE = "ampatch.pt"
@@ -62,7 +62,7 @@ class AmpatchAccelerator(Accelerator):
     `backward` scales the loss for all prepared optimizers; afterwards gradients are FP32 and
     unscaled.  After an overflow `optimizer.step()` does nothing,
     `accelerator.optimizer_step_was_skipped` is true, and prepared schedulers do not advance.
-    `save_state` saves the loss scales, and FP32 weights.
+    `save_state` saves the loss scales and FP32 weights.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or `mixed_precision` was set: here, by
@@ -78,7 +78,7 @@ class AmpatchAccelerator(Accelerator):
         **arguments: Any,
     ) -> None:
         options = {"cast_model_outputs": torch.float32, **arguments}
-        settings = checked(
+        settings = check_settings(
             "AmpatchAccelerator",
             {**options, "opt_level": opt_level, "dtype": dtype},
             _ACCELERATOR_ARGUMENTS,
@@ -90,8 +90,8 @@ class AmpatchAccelerator(Accelerator):
         _refuse(mixed_precision, "an argument")
         if mixed_precision is None:
             variable = "ACCELERATE_MIXED_PRECISION"
-            asked_by = f"{variable}, which accelerate launch and its config set"
-            _refuse(os.environ.get(variable), asked_by)
+            set_by = f"{variable}, which accelerate launch and its config set"
+            _refuse(os.environ.get(variable), set_by)
         super().__init__(**arguments)
         _refuse(self.mixed_precision, "an earlier Accelerator of this process")
         if self.scaler_handler is not None:
@@ -114,13 +114,15 @@ class AmpatchAccelerator(Accelerator):
     # Models and optimizers
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; all prepared models share one session."""
-        self._ampatch.open(*(_innermost(model) for model in args if isinstance(model, nn.Module)))
+        """Like accelerate's; all prepared models share one session."""
+        self._ampatch.open(
+            *(_unwrap_model(model) for model in args if isinstance(model, nn.Module))
+        )
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As accelerate's; the model is put under the opt level before it is wrapped."""
-        self._ampatch.open(_innermost(model))
+        """Like accelerate's; applies the opt level before it wraps the model."""
+        self._ampatch.open(_unwrap_model(model))
         prepared = super().prepare_model(model, *args, **kwargs)
         self._add_optimizers()
         return prepared
@@ -128,7 +130,7 @@ class AmpatchAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As accelerate's; ampatch manages the optimizer once its model is prepared."""
+        """Like accelerate's; ampatch manages the optimizer as soon as its model is prepared."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             on_device = self.device_placement if device_placement is None else device_placement
             optimizer = SkippingOptimizer(optimizer, device_placement=on_device)
@@ -144,20 +146,20 @@ class AmpatchAccelerator(Accelerator):
         managed_ids = {id(parameter) for model in models for parameter in model.parameters()}
         self._ampatch.add(
             optimizer
-            for optimizer in map(unwrapped, self._optimizers)
+            for optimizer in map(unwrap_optimizer, self._optimizers)
             if session_of(optimizer) is not session and not managed_ids.isdisjoint(_ids(optimizer))
         )
 
     # Training
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As accelerate's."""
+        """Like accelerate's, for the scaled loss."""
         with self._ampatch.scaled(loss) as scaled_loss:
             super().backward(scaled_loss, **kwargs)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """With `AutocastKwargs(enabled=False)` nothing is cast; else the opt level decides."""
+        """Cast as the opt level says, or nothing with `AutocastKwargs(enabled=False)`."""
         handler = autocast_handler or self.autocast_handler
         if handler is None or handler.enabled:
             yield
@@ -178,7 +180,7 @@ class AmpatchAccelerator(Accelerator):
 class SkippingOptimizer(AcceleratedOptimizer):
     """Reports skipped steps to accelerate, and so to its schedulers."""
 
-    _is_accelerate_prepared = True  # so that accelerate wraps no other around it
+    _is_accelerate_prepared = True  # so that accelerate does not wrap it again
 
     @property
     def step_was_skipped(self) -> bool:
@@ -187,18 +189,18 @@ class SkippingOptimizer(AcceleratedOptimizer):
         return is_managed and ampatch.step_was_skipped(self.optimizer)
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def _unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of `prepare`."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif (plain := compiled_from(model)) is not None:
-            model = plain
+        elif (original := compiled_from(model)) is not None:
+            model = original
         else:
             return model
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer inside the wrappers of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
@@ -209,11 +211,11 @@ def _ids(optimizer: Any) -> Iterator[int]:
     return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _refuse(mixed_precision: Any, asked_by: str) -> None:
-    """Raise `ValueError` where accelerate's own mixed precision is on beside ampatch's."""
+def _refuse(mixed_precision: Any, set_by: str) -> None:
+    """Raise `ValueError` if accelerate's own mixed precision is on."""
     if mixed_precision is not None and str(mixed_precision).lower() != "no":
         raise ValueError(
-            f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is asked for, by "
-            f'{asked_by}. Expected "no", because ampatch casts and scales itself: choose the half '
+            f"AmpatchAccelerator: mixed_precision={str(mixed_precision)!r} is set by "
+            f'{set_by}. Expected "no", because ampatch casts and scales itself: choose the half '
             'dtype with dtype="float16" or "bfloat16", and launch with --mixed_precision no.'
         )

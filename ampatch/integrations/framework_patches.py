@@ -1,9 +1,9 @@
-"""Puts ampatch's integration into a framework, before the script imports it.
+"""Installs ampatch's integration in a framework before the script imports it.
 
 The framework's class is replaced by one with the integration, without the framework's own mixed
-precision.  Opt level and dtype come from the environment, as set for the trials of a sweep, which
-use this module.  It works for scripts that make one such object; where the integration cannot be
-used, its own error says why.
+precision.  The trials of a sweep use this module; opt level and dtype come from their environment.
+It works for scripts that make one such object.  If the integration cannot be used, its own error
+says why.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def install_integration(framework: str) -> None:
     _INSTALL[framework]()
 
 
-def leave_precision_out(report: Callable[[str, Any], None]) -> None:
+def ignore_precision(report: Callable[[str, Any], None]) -> None:
     """Have Lightning's Trainer and Fabric train in FP32, whatever `precision` a script passes.
 
-    `report(half, frame)` is called with a half dtype and the frame that asked for it.  The other
-    frameworks need nothing: their mixed precision is torch.autocast and GradScaler.
+    `report(half, python_frame)` is called with a half dtype and the Python frame that passed
+    it.  The other frameworks use torch.autocast and GradScaler, so nothing has to be replaced.
     """
 
     def construct(original: Callable, owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -46,14 +46,14 @@ def leave_precision_out(report: Callable[[str, Any], None]) -> None:
             _wrap_later(module, f"{owner}.__init__", construct)
 
 
-def wrap_backward(around: Callable[[Any], Any]) -> None:
-    """Have accelerate's `backward` run in `around(loss)`, with the script's loss.
+def wrap_backward(context: Callable[[Any], Any]) -> None:
+    """Run accelerate's `backward` in the context manager `context(loss)`, with the script's loss.
 
     accelerate then divides the loss by the number of accumulated batches.
     """
 
     def backward(original: Callable, accelerator: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        with around(args[0] if args else kwargs["loss"]):
+        with context(args[0] if args else kwargs["loss"]):
             original(*args, **kwargs)
 
     _wrap_later("accelerate.accelerator", "Accelerator.backward", backward)
@@ -95,8 +95,8 @@ def _transformers() -> None:
 
     from .transformers import AmpatchTrainerMixin
 
-    plain = trainer.Trainer
-    managed = type("Trainer", (AmpatchTrainerMixin, plain), {"__module__": plain.__module__})
+    original = trainer.Trainer
+    managed = type("Trainer", (AmpatchTrainerMixin, original), {"__module__": original.__module__})
     # The first import puts another object into sys.modules than it returns.
     for module in (trainer, sys.modules["transformers"]):
         setattr(module, "Trainer", managed)  # noqa: B010 - for a type checker it is one class
@@ -116,8 +116,8 @@ def _accelerate() -> None:
 
     from .accelerate import AmpatchAccelerator
 
-    plain = accelerate.Accelerator
-    names = list(inspect.signature(plain.__init__).parameters)[1:]
+    original = accelerate.Accelerator
+    names = list(inspect.signature(original.__init__).parameters)[1:]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = {**dict(zip(names, args)), **kwargs, "mixed_precision": "no"}

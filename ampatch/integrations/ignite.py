@@ -30,11 +30,11 @@ class LossScale:
     """The loss scale of ampatch, for `to_save` of ignite's `Checkpoint`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ampatch.state_dict()`."""
+        """`ampatch.state_dict()`."""
         return ampatch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `ampatch.load_state_dict(state_dict)`: a `GradScaler`'s checkpoint loads too."""
+        """`ampatch.load_state_dict(state_dict)`: loads a `GradScaler`'s state too."""
         ampatch.load_state_dict(state_dict)
 
 
@@ -69,7 +69,7 @@ def supervised_training_step(
     The arguments are those of that function, except these two:
 
     Args:
-        optimizer: one that was given to `ampatch.initialize`.  There is no `scaler`.
+        optimizer: an optimizer of `ampatch.initialize`.  There is no argument `scaler`.
         clip: called before each step with the tensors that the step updates, whose gradients are
             unscaled: `lambda params: clip_grad_norm_(params, 1.0)`.
     """
@@ -115,12 +115,12 @@ def supervised_evaluation_step(
     """
 
     def transform(output: Any) -> Any:
-        return apply_to_tensor(model_transform(output), _widened)
+        return apply_to_tensor(model_transform(output), _to_fp32)
 
     return evaluation_step(
         model, device, non_blocking, prepare_batch, transform, output_transform, model_fn
     )
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

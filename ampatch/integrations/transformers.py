@@ -35,8 +35,8 @@ from transformers import Trainer
 
 from ..errors import AmpatchError
 from ..session.facade import session_of
-from .accelerate import SkippingOptimizer, unwrapped
-from .managed import SETTINGS, IntegrationSession, checked
+from .accelerate import SkippingOptimizer, unwrap_optimizer
+from .integration_session import SETTINGS, IntegrationSession, check_settings
 from .process_end import end_gloo_at_exit
 
 SCALE_FILE = "ampatch.json"
@@ -90,7 +90,7 @@ class AmpatchTrainerMixin:
         _check_version()
         settings = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
         settings = {"opt_level": "O1", "cast_model_outputs": torch.float32, **settings}
-        self._ampatch = IntegrationSession(checked(type(self).__name__, settings))
+        self._ampatch = IntegrationSession(check_settings(type(self).__name__, settings))
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -105,7 +105,7 @@ class AmpatchTrainerMixin:
             backward(scaled_loss, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        session, optimizer = self._ampatch.session, unwrapped(self.optimizer)
+        session, optimizer = self._ampatch.session, unwrap_optimizer(self.optimizer)
         if training and (session is None or session_of(optimizer) is not session):
             model = self.model_wrapped = self.model  # without the DDP of an earlier session
             self._ampatch.open(self.model)

@@ -30,7 +30,7 @@ class _SetUp:
         self._globals = {
             "PACKAGE_ROOT": PACKAGE_ROOT,
             "IS_AUTO": is_auto,
-            "APEX_BEHIND": apex.folders_behind(),
+            "APEX_BEHIND": apex.hidden_folders(),
             "SHOWS_MESSAGES": shows(),
         }
 
@@ -57,10 +57,10 @@ def start(is_auto: bool, on_spawn: Callable[[], None] = lambda: None) -> None:
 
 
 def start_child(is_auto: bool, apex_behind: list[str] | None, shows_messages: bool) -> None:
-    """Called first in a spawned child; `apex_behind` is its parent's `apex.folders_behind()`."""
+    """Called first in a spawned child; `apex_behind` is its parent's `apex.hidden_folders()`."""
     show_without_handlers(shows_messages)
     if apex_behind is not None:
-        apex.install_before(apex_behind)
+        apex.install_over(apex_behind)
     start(is_auto)
 
 

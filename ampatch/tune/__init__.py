@@ -3,16 +3,16 @@
     ampatch tune train.py --opt-level O3 -- --epochs 2 --seed {seed}
 
 A run at O0 also computes each module in the half dtype, on the same inputs, and measures the
-errors.  Then trials, judged as a sweep judges its rows, find the smallest set of modules in FP32
-(and of settings: loss scale, the optimizer's eps, master weights) with which the level trains
-within the noise of O0.
+errors.  Then trials find the smallest set of remedies with which the level trains as O0 does.  A
+remedy is a module in FP32, or a setting: loss scale, the optimizer's eps, master weights.  Trials
+are judged as a sweep judges its rows.
 
-* `tuning.py`: all steps in order.  `trials.py`, `probe_run.py`: the sweeps.  `answer.py`: the
-  result and its files.  `report.py`: the result on the terminal.
-* `probe.py`, `shadow.py`, `sensitivity.py`: which modules are measured, and when; how one call is
-  computed again; the measurements.
-* `remedies.py`, `search.py`, `verdict.py`: the possible remedies in order; the search for the
-  smallest set; whether a candidate passes.
+* `tuning.py`: all steps in order.  `candidate_sweep.py`, `probe_run.py`: the sweeps.  `answer.py`:
+  the result and its files.  `report.py`: the result on the terminal.
+* `probe.py` chooses the modules to measure in each step.  `module_call.py` computes one call again.
+  `sensitivity.py`: the measurements.
+* `remedies.py`: the possible remedies in order.  `search.py`: the search for the smallest set.
+  `verdict.py`: whether a candidate passes.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ class Answer:
     `outcome` is one of
 
     * "passes": the level trains as O0 does;
-    * "cured": it does so with `needed`;
+    * "cured": the level trains as O0 does with the remedies in `needed`;
     * "no cure": it does not, even with all modules in FP32 and the `settings_tried`;
-    * "undecided": the limit of candidates was reached before one passed.  Or too few seeds ran to
-      show that the level or the cure trains as O0 does; then `not_shown` says what is missing.
+    * "undecided": the limit of candidates was reached before a candidate passed, or too few seeds
+      ran to show that the level or the cure trains as O0 does (`not_shown` says what is missing).
 
-    `speeds` are those of the "level" and the "cure" relative to O0, as medians; `paces` are the
-    verdicts on them, as text.
+    `speeds` has the median speeds of the "level" and the "cure" relative to O0, `paces` the
+    verdicts on these speeds, as text.
     """
 
     script: str
@@ -37,21 +37,21 @@ class Answer:
     needed: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
-    line: str = ""  # to paste into the script; "" without a cure
-    settings_tried: dict[str, Any] = field(default_factory=dict)  # settings that the level lacks
-    is_smallest: bool = True  # whether the search ended before its limit
-    candidates: int = 0  # how many were tried
-    failure: str = ""  # how the level itself failed, where nothing cures it
-    unseen: float | None = None  # the smallest difference that the trials would have shown
-    judged: str = ""  # the quantity that was compared: a metric, or the last loss
-    not_shown: str = ""  # of a level or cure that passed: what too few seeds leave open
+    line: str = ""  # the line to paste into the script, or "" without a cure
+    settings_tried: dict[str, Any] = field(default_factory=dict)  # every setting that was tried
+    is_smallest: bool = True  # False if the limit of candidates ended the search
+    candidates: int = 0  # the number of candidates that ran
+    failure: str = ""  # how the level itself fails, if no cure was found
+    unseen: float | None = None  # the smallest difference that the trials could show
+    judged: str = ""  # the compared quantity: a metric, or the last loss
+    not_shown: str = ""  # what too few seeds leave open of a level or cure that passed
     modules: list[Sensitivity] = field(default_factory=list)  # the most sensitive first
     speeds: dict[str, float] = field(default_factory=dict)
     paces: dict[str, str] = field(default_factory=dict)
 
 
 def write_answer(directory: Path, answer: Answer) -> None:
-    """Write the answer; if it is a cure, also the file for `initialize(overrides=...)`."""
+    """Write the answer and, for a cure, the file for `initialize(overrides=...)`."""
     write_json(directory / ANSWER, answer)
     if answer.line:
         write_json(directory / OVERRIDES, answer.overrides)
@@ -60,7 +60,7 @@ def write_answer(directory: Path, answer: Answer) -> None:
 
 
 def read_answer(directory: str | Path) -> Answer | None:
-    """The answer in a directory of `ampatch tune`; None if there is none.
+    """The answer in a directory of `ampatch tune`, or None if there is none.
 
     Raises `ValueError` for a file that `ampatch tune` did not write.
     """

@@ -1,7 +1,7 @@
-"""The probe: in a run at O0 it computes modules in half as well, a few of them in each step.
+"""The probe: during a run at O0 it computes some modules in each step in half as well.
 
-The sweep's child calls `start` before the script begins.  Each module has `SAMPLES` turns, spread
-over the steps, so that few copies are in memory at once.
+The sweep's child calls `start` before the script begins.  Each module is measured `SAMPLES` times,
+spread over the steps, so that few copies are in memory at once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ampatch.launch.script import describe
 from ampatch.session.facade import open_sessions
 from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import has_forward
+from ampatch.tune.module_call import CallErrors, HalfMode, ModuleCall, RefusedInHalf
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import HalfMode, ModuleCall, RefusedInHalf, Sample
 
 SAMPLES = 4  # calls compared for each module
-HEADROOM = 16  # the factor by which gradients of weights may exceed those of outputs
+HEADROOM = 16  # gradients of weights may be larger than gradients of outputs by this factor
 LARGEST_SCALE = 2.0**16
 MAX_FLOAT16 = 65504
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What the parent passes as JSON.  With `scale` None the loss scale is dynamic."""
+    """Options from the parent, as JSON.  The loss scale is dynamic if `scale` is None."""
 
     file: str
     steps: int
@@ -44,23 +44,23 @@ class ProbeOptions:
     scale: float | None
 
 
-def start(text: str, off: Any, writes: bool) -> None:
-    """Observe the training of this process; `off` is the `AutocastOff` of the script.
+def start(text: str, autocast_off: Any, writes: bool) -> None:
+    """Observe the training of this process; `autocast_off` is the script's `AutocastOff`.
 
-    All ranks compute, because a module may wait for the other ranks; the first one `writes`.
+    All ranks compute, because a module may wait for the other ranks.  Only the first rank `writes`.
     """
     options = ProbeOptions(**json.loads(text))
     torch.compiler.set_stance("force_eager")  # compiled modules do not call hooks of submodules
-    ampatch.observe(Probe(options, off, writes))
+    ampatch.observe(Probe(options, autocast_off, writes))
 
 
 @dataclass
 class _ProbedPath:
-    """The modules at a path with their samples, or why there are none."""
+    """The modules at a path, and their samples or the reason why they have none."""
 
     path: str
     modules: list[nn.Module]
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CallErrors] = field(default_factory=list)
     trouble: str = ""
     is_refused: bool = False
     had_turn: bool = False
@@ -73,18 +73,18 @@ class _ProbedPath:
             kind += f" ({len(self.modules)} models)"
         if self.samples:
             return Sensitivity(self.path, kind, tuple(self.samples))
-        trouble = self.trouble or "it is called without gradients alone"
+        trouble = self.trouble or "it is only called without gradients"
         if not self.had_turn:
             trouble = f"its turn did not come in {steps} steps. Give fewer --probe-steps"
         return Sensitivity(self.path, kind, (), trouble, self.is_refused)
 
 
 def measurable_modules(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
-    """The modules to measure, by path; several where models share a path.
+    """The modules to measure, by path.  Modules of several models may have the same path.
 
-    Left out are the models themselves, and `Sequential`, `ModuleList` and `ModuleDict`, which
+    The models themselves are left out, and `Sequential`, `ModuleList` and `ModuleDict`, which
     compute nothing.  The probe finds other modules that only call submodules.  A module with two
-    paths is listed under the first.
+    paths is listed under the first path.
     """
     by_path: dict[str, list[nn.Module]] = {}
     for model in models:
@@ -98,18 +98,18 @@ def measurable_modules(models: Iterable[nn.Module]) -> dict[str, list[nn.Module]
 class Probe:
     """An observer of the training that measures some modules in each step."""
 
-    def __init__(self, options: ProbeOptions, off: Any, writes: bool = True) -> None:
-        self._options, self._off, self._writes = options, off, writes
+    def __init__(self, options: ProbeOptions, autocast_off: Any, writes: bool = True) -> None:
+        self._options, self._autocast_off, self._writes = options, autocast_off, writes
         self._findings = Findings()
         self._probed: list[_ProbedPath] = []
         self._turns: Iterator[_ProbedPath] = iter(())
         self._modules_per_step = 0
         self._calls: list[tuple[_ProbedPath, ModuleCall]] = []
         self._hooks: list[Any] = []
-        self._largest_gradient = 0.0  # so far; the loss scale must keep it in range
+        self._largest_gradient = 0.0  # the largest one so far; the loss scale must keep it in range
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A step has ended: compare the recorded calls, and hook the modules of the next step."""
+        """Compare the calls recorded in a step that has ended, and hook the next modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -119,13 +119,13 @@ class Probe:
         self._findings.eps = sorted({*self._findings.eps, *values})
         self._findings.steps += 1
         if not self._probed:
-            self._choose()
+            self._choose_modules()
         if self._writes:
             self._write()
         if self._findings.steps <= self._options.steps:
             self._hook_next(itertools.islice(self._turns, self._modules_per_step))
 
-    def _choose(self) -> None:
+    def _choose_modules(self) -> None:
         """Find the modules to measure, and how many of them to measure in a step."""
         models = [managed.model for session in open_sessions() for managed in session.models]
         by_path = measurable_modules(models)
@@ -157,7 +157,7 @@ class Probe:
             is_leaf = not any(True for _ in module.children())
             try:
                 running.append(ModuleCall(module, args, kwargs, is_leaf))
-            except Exception as error:  # of any class that cannot be copied
+            except Exception as error:  # the class decides what a failed copy raises
                 probed.trouble = f"it cannot be copied: {error}"
 
         @torch.compiler.disable
@@ -179,7 +179,7 @@ class Probe:
         )
         for probed, call in calls:
             try:
-                with self._off.lifted():
+                with self._autocast_off.lifted():
                     sample = call.compare(self._half_mode())
             except RefusedInHalf as error:
                 probed.is_refused, probed.trouble = True, f"it does not run in half: {error}"
@@ -198,15 +198,15 @@ class Probe:
         """How the level computes in half, at the loss scale that its training would have."""
         options = self._options
         dtype = getattr(torch, options.dtype)
-        region = functools.partial(torch.autocast, _device(self._probed), dtype)
+        autocast = functools.partial(torch.autocast, _device(self._probed), dtype)
         return HalfMode(
             dtype,
-            region if options.opt_level == "O1" else None,
+            autocast if options.opt_level == "O1" else None,
             self._expected_scale() if options.scale is None else options.scale,
         )
 
     def _expected_scale(self) -> float:
-        """The power of two that a dynamic loss scale would reach; 1 in bfloat16."""
+        """The power of two that a dynamic loss scale would reach, or 1 in bfloat16."""
         if not self._largest_gradient or self._options.dtype == "bfloat16":
             return 1.0
         exponent = math.floor(math.log2(MAX_FLOAT16 / HEADROOM / self._largest_gradient))
@@ -222,7 +222,6 @@ class Probe:
 
 
 def _device(probed: list[_ProbedPath]) -> str:
-    weights = (
-        weight for entry in probed for module in entry.modules for weight in module.parameters()
-    )
-    return next((weight.device.type for weight in weights), "cpu")
+    modules = [module for entry in probed for module in entry.modules]
+    params = (param for module in modules for param in module.parameters())
+    return next((param.device.type for param in params), "cpu")

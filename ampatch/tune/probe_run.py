@@ -1,4 +1,4 @@
-"""The run at O0 with the probe; its findings are stored, and used again for the same options."""
+"""The run at O0 with the probe.  Its findings are stored and reused for the same options."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import RUNS
 from ampatch.sweep.trial import BASE
+from ampatch.tune.candidate_sweep import CandidateSweep, TuneTask
 from ampatch.tune.probe import SAMPLES, ProbeOptions
 from ampatch.tune.sensitivity import Findings
-from ampatch.tune.trials import Task, Trials
 from ampatch.tune.verdict import TuneError
 
-PROBE = "probe"  # its directory
+PROBE = "probe"  # the directory of the run
 FINDINGS, DONE = "sensitivity.json", "done"
 
 _SHARED_OPTIONS = (
     *("module", "override_seeds", "timeout", "nproc_per_node"),
     *("engine", "devices", "address", "gpus_per_trial", "cpus_per_trial"),
 )
-"""The options of the tuning that the run has as well."""
+"""Options of the tuning that also apply to this run."""
 
 
-def findings(task: Task, trials: Trials, steps: int) -> Findings:
-    """The findings of the probe in `steps` steps: the stored ones, or those of a new run."""
+def findings(task: TuneTask, trials: CandidateSweep, steps: int) -> Findings:
+    """The findings of the probe in `steps` steps: stored findings, or the findings of a new run."""
     directory = task.directory / PROBE
     file = (directory / FINDINGS).resolve()
     scale = trials.properties()["loss_scale"]
@@ -50,7 +50,9 @@ def findings(task: Task, trials: Trials, steps: int) -> Findings:
     return results
 
 
-def _run(task: Task, trials: Trials, directory: Path, options: ProbeOptions, text: str) -> None:
+def _run(
+    task: TuneTask, trials: CandidateSweep, directory: Path, options: ProbeOptions, text: str
+) -> None:
     task.say(
         f"Sensitivity: in {options.steps} steps at O0 a copy of each module computes {SAMPLES} of "
         f"its calls in FP32 and in {task.dtype}."
@@ -70,6 +72,6 @@ def _run(task: Task, trials: Trials, directory: Path, options: ProbeOptions, tex
     if status(run) != OK:
         raise TuneError(
             f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
-            "Mend that, and go on with --resume. Where memory was short, more --probe-steps "
-            "keep fewer copies at once."
+            "Fix the cause, and go on with --resume. If memory was short, give more --probe-steps: "
+            "fewer copies are then in memory at once."
         )

@@ -1,6 +1,6 @@
-"""Remedies for a level that does not train as O0: a module in FP32, or one of three settings.
+"""Remedies for a level that does not train as O0 does: a module in FP32, or one of three settings.
 
-The settings are tried first, because a cause may be in no module: Adam's eps is 0 in float16.  A
+The settings are tried first, because the cause may be in no module: Adam's eps is 0 in float16.  A
 module in FP32 has FP32 weights, which would cure that too, and the module would be blamed.
 """
 
@@ -25,7 +25,7 @@ SETTINGS = {
     "eps": HALF_EPS,
     "master_weights": True,
 }
-"""The settings by their names in `initialize`; `eps` is an argument of the optimizer."""
+"""Arguments of `initialize` with the values to try; `eps` is an argument of the optimizer."""
 
 WHY = {
     "loss_scale": "the static loss scale, at which gradients overflow or become 0",
@@ -46,8 +46,11 @@ class Remedy:
         return f"{self.name}={SETTINGS[self.name]!r}" if self.is_setting else self.name
 
 
-def possible(findings: Findings, properties: Mapping[str, str], half: str) -> list[Remedy]:
-    """The remedies for a level, the likeliest first; `properties` are its settings, as text."""
+def possible_remedies(findings: Findings, properties: Mapping[str, str], half: str) -> list[Remedy]:
+    """The remedies for a level, the likeliest first.
+
+    `properties`: the level's settings, as text.
+    """
     settings = []
     if half == "float16" and properties["loss_scale"] != "dynamic":
         settings.append("loss_scale")
@@ -64,7 +67,7 @@ def possible(findings: Findings, properties: Mapping[str, str], half: str) -> li
 
 
 def overrides(chosen: Iterable[Remedy], paths: Sequence[str]) -> dict[str, str]:
-    """The modules among the remedies as `overrides` of `initialize`, by globs over all `paths`."""
+    """The modules among the remedies as `overrides` of `initialize`: globs over all `paths`."""
     modules = [remedy.name for remedy in chosen if not remedy.is_setting]
     return dict.fromkeys(globs_for(modules, paths), "float")
 
@@ -85,7 +88,7 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
 
 
 def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
-    """The line to paste into a script of this `kind`; a second one for `eps`."""
+    """The line to paste into a script of this `kind`, with a second line for `eps`."""
     arguments = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
     keywords = [
         f"{name}={json.dumps(value) if isinstance(value, str) else value}"
@@ -97,17 +100,18 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
         keywords.append(f"overrides={json.dumps(modules)}")
     call = kind.line(keywords)
     if "eps" in settings(chosen):
-        call += f"\nand eps={HALF_EPS:g} where the optimizer is made"
+        call += f"\nand eps={HALF_EPS:g} as an argument of the optimizer"
     return call
 
 
 def globs_for(chosen: Iterable[str], all_paths: Iterable[str]) -> list[str]:
-    """Globs that match each path in `chosen`, and of `all_paths` only these and their submodules.
+    """Globs over `all_paths` that match only the paths in `chosen` and their submodules.
 
-    In globs of `initialize(overrides=...)` `*` matches any text, dots too.  Paths that differ only
+    In globs of `initialize(overrides=...)`, `*` matches any text, dots too.  Paths that differ only
     in numbers share a glob if it matches no other path; otherwise each module has its own path.
     """
-    modules, paths, globs = set(chosen), set(all_paths), set()
+    modules, paths = set(chosen), set(all_paths)
+    globs = set()
     prefixes = tuple(f"{path}." for path in modules)
     allowed = {path for path in paths if f"{path}.".startswith(prefixes)}
     for path in modules:

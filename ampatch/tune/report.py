@@ -14,8 +14,8 @@ from ampatch.tune.answer import ANSWER, NO_CURE, PASSES, Answer
 from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
-MOST_ROWS = 20  # in the table on the terminal
-WIDTH = 120  # letters in a line where the output is no terminal
+MAX_ROWS = 20  # of the table on the terminal
+WIDTH = 120  # characters per line if the output is no terminal
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
 
@@ -57,7 +57,7 @@ def summary(answer: Answer) -> list[str]:
 
 
 def _left_in_half(answer: Answer) -> str:
-    """What stays in half with every remedy, and how the level fails."""
+    """Say what stays in half with every remedy, and how the level fails."""
     settings = "".join(f" and {name}={value!r}" for name, value in answer.settings_tried.items())
     return (
         f"not even with every module that calls torch's functions in FP32{settings}. What is left "
@@ -82,8 +82,8 @@ def table_rows(answer: Answer) -> Iterator[tuple[str, ...]]:
             module.path,
             module.kind,
             *(_largest(module, name) for name in ("output", "gradient")),
-            _share(module.overflow),
-            _share(module.vanish),
+            _percent(module.overflow),
+            _percent(module.vanish),
             "needed" if module.path in answer.needed else "",
         )
 
@@ -103,10 +103,10 @@ def _largest(module: Sensitivity, name: str) -> str:
     return f"{max(known):.2g}" if known else MISSING
 
 
-def _share(share: float) -> str:
-    """The share in percent, with two digits; "100" for the whole alone, "" for 0."""
-    percent = "over 99" if 0.995 <= share < 1 else f"{float(f'{100 * share:.2g}'):g}"
-    return f"{percent} %" if share else ""
+def _percent(fraction: float) -> str:
+    """A fraction in percent with two digits: "over 99 %" just below 1, "" for 0."""
+    percent = "over 99" if 0.995 <= fraction < 1 else f"{float(f'{100 * fraction:.2g}'):g}"
+    return f"{percent} %" if fraction else ""
 
 
 def write_pages(directory: Path, answer: Answer) -> None:
@@ -128,7 +128,7 @@ def write_terminal(answer: Answer, file: Any) -> None:
         table = Table(box=None, pad_edge=False)
         for head in _HEADS:
             table.add_column(head, overflow="fold")
-        for row in list(table_rows(answer))[:MOST_ROWS]:
+        for row in list(table_rows(answer))[:MAX_ROWS]:
             table.add_row(*row)
         console.print(table, markup=False)
         console.print(_note(answer), markup=False)
@@ -139,9 +139,9 @@ def write_terminal(answer: Answer, file: Any) -> None:
 
 
 def _note(answer: Answer) -> str:
-    more = len(answer.modules) - MOST_ROWS
-    hidden = f" {more} more modules are in {ANSWER}." if more > 0 else ""
+    num_hidden = len(answer.modules) - MAX_ROWS
+    rest = f" {num_hidden} more modules are in {ANSWER}." if num_hidden > 0 else ""
     return (
         f"Relative errors of outputs and gradients in {answer.dtype} beside FP32, the largest of a "
-        f"module's samples; shares of values that overflow, and that become 0.{hidden}"
+        f"module's samples; shares of values that overflow, and that become 0.{rest}"
     )

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampatch.sweep.json_files import read_json, restored, write_json
-from ampatch.tune.shadow import Sample
+from ampatch.tune.module_call import CallErrors
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A module's samples, or why there are none: `trouble`.
+    """The samples of a module, or in `trouble` the reason why it has none.
 
     `is_refused`: the module runs again in FP32, but not in half.
     """
 
     path: str
-    kind: str  # its class
-    samples: tuple[Sample, ...] = ()
+    kind: str  # the class of the module
+    samples: tuple[CallErrors, ...] = ()
     trouble: str = ""
     is_refused: bool = False
 
     @property
     def error(self) -> float:
-        """The largest relative error of outputs or gradients; inf if refused; 0 if not known."""
+        """The largest relative error of outputs or gradients: inf if refused, 0 if not known."""
         if self.is_refused:
             return math.inf
         return max((sample.error for sample in self.samples), default=0.0)
@@ -54,13 +54,13 @@ class Findings:
 
     @classmethod
     def read(cls, path: Path) -> Findings | None:
-        """The findings in a file of `write`; None if there is no such file."""
+        """The findings in a file of `write`, or None if the file does not exist."""
         data = read_json(path)
         return None if data is None else restored(cls, data)
 
 
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:
-    """The most sensitive first; among equal ones a submodule before the module that has it.
+    """Modules, the most sensitive first; among equals a submodule before its parent.
 
     Modules that cannot run in half come first, modules without a measurement last.
     """

@@ -1,4 +1,4 @@
-"""Tuning: a test of the level as it is, the probe, the search by trials, the speed of the cure."""
+"""Runs `ampatch tune`: tests the level as it is, probes the modules, searches, times the answer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ampatch.tune.answer import (
     Answer,
     write_answer,
 )
+from ampatch.tune.candidate_sweep import CandidateSweep, TuneTask
 from ampatch.tune.probe_run import PROBE, findings
 from ampatch.tune.remedies import Remedy
-from ampatch.tune.search import SearchResult, most_trials, smallest
+from ampatch.tune.search import SearchResult, max_trials, smallest_passing_set
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.trials import Task, Trials
-from ampatch.tune.verdict import passes, reason
+from ampatch.tune.verdict import failure_reason, passes
 
 DTYPE, PROBE_STEPS = "float16", 100
-SEEDS = 6  # with which the answer is tested; the search uses half of them
-LEAST_SEEDS = 4  # because the search uses half of them, and a test needs two
-SPEED = "speed"  # the directory of the sweep that measures it
+SEEDS = 6  # the answer is tested with all of them, candidates with half of them
+MIN_SEEDS = 4  # because the search uses half of them, and a test needs two
+SPEED = "speed"  # the directory of the sweep that times the answer
 _NOT_FOR_SPEED = frozenset(("seeds", "judge", "margin", "better", "jobs", "devices"))
 
 
@@ -48,11 +48,11 @@ class Tuning:
         dtype: "float16" (the default) or "bfloat16".
         probe_steps: optimizer steps of the run in which modules are computed in half as well, by
             default 100.
-        rounds: of the timing of the answer beside the level and O0, by default 3.
-        candidates: how many sets are tried at most; by default about 2 log2(n) for n modules.
+        rounds: how often the answer, the level and O0 are timed, by default 3.
+        candidates: the largest number of sets to try; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
-        options: others of `Sweep`: seeds (6 by default), metrics, judge, margin, better, timeout,
-            engines, `resume` and `overwrite`.
+        options: further options of `Sweep`: seeds (6 by default), metrics, judge, margin, better,
+            timeout, engines, `resume` and `overwrite`.
 
     With `resume`, options and arguments that are left out keep the values they had.
     Raises what `Sweep` raises.
@@ -94,72 +94,74 @@ class Tuning:
             if note:
                 say(note)
         seeds = options.setdefault("seeds", SEEDS)
-        whole_number(f"--seeds {seeds}", seeds, least=LEAST_SEEDS)
+        whole_number(f"--seeds {seeds}", seeds, least=MIN_SEEDS)
         tune_options = options["tuning"]
         if "opt_level" not in tune_options:
             hint = f" {self.directory} holds no tuning to go on with." if resume else ""
             raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{hint}")
         self._level = Case(tune_options["opt_level"], tune_options.get("dtype", DTYPE))
-        self._task = Task(script, arguments, self._level, options, self.directory, progress, say)
+        self._task = TuneTask(
+            script, arguments, self._level, options, self.directory, progress, say
+        )
         self._probe_steps: int = tune_options.get("probe_steps", PROBE_STEPS)
         self._max_candidates: int | None = tune_options.get("candidates")
         self._rounds: int = tune_options.get("rounds", ROUNDS)
-        self._confirms_all = False  # each candidate that passes; False: the answer alone
-        self._paths: Sequence[str] = ()  # of all modules of the models
+        self._confirms_candidates = False  # whether every candidate that passes runs with all seeds
+        self._paths: Sequence[str] = ()  # the paths of all modules of the models
         self._candidates_tried = 0
         self._resumes = resume
         self._trials = self._open_trials(seeds, resume, overwrite)
 
     def run(self) -> Answer:
-        """Run the remaining trials; writes the answer to its files, and returns it.
+        """Run the remaining trials, write the answer to its files, and return it.
 
-        Raises `SweepError` or `TuneError` if there is none.
+        Raises `SweepError` or `TuneError` if there is no answer.
         """
-        row = self._trials.confirmed(self._level, self._level.label)
+        row = self._trials.confirm(self._level, self._level.label)
         if passes(row):
             return self._finish(PASSES, SearchResult((), True, True, 0), row, Findings(), {})
-        # If the level has all seeds, it passed with few: these are not enough for this script.
-        self._confirms_all = self._level in self._trials.with_all_seeds
-        self._task.say(f"{self._level.label} fails: {reason(row)}")
+        # If the level ran with all seeds, it passed with few before it failed: few are not enough.
+        self._confirms_candidates = self._level in self._trials.with_all_seeds
+        self._task.say(f"{self._level.label} fails: {failure_reason(row)}")
         probed = findings(self._task, self._trials, self._probe_steps)
         self._paths = probed.paths
-        possible = remedies.possible(probed, self._trials.properties(), self._task.dtype)
-        limit = most_trials(len(possible)) if self._max_candidates is None else self._max_candidates
+        possible = remedies.possible_remedies(probed, self._trials.properties(), self._task.dtype)
+        limit = max_trials(len(possible)) if self._max_candidates is None else self._max_candidates
         settings_tried = remedies.settings(possible)
         search = self._search(possible, limit)
         if not search.passes:
             outcome = NO_CURE if search.is_decided else UNDECIDED
             return self._finish(outcome, search, row, probed, settings_tried)
-        cure = self._case(search.needed)
-        cured_row = self._trials.row(cure)
+        cured_case = self._case(search.needed)
+        cured_row = self._trials.row(cured_case)
         answer = self._finish(CURED, search, cured_row, probed, settings_tried)
-        self._add_speeds(answer, cure, row.outcome != "failed")
+        self._add_speeds(answer, cured_case, row.outcome != "failed")
         return answer
 
     def _search(self, possible: Sequence[Remedy], limit: int) -> SearchResult[Remedy]:
         """Search for the smallest set that passes, and confirm it with all seeds.
 
-        If it fails with all seeds, few seeds are not enough for this script.  Then the search is
-        repeated, and each candidate that passes is confirmed.
+        If the set fails with all seeds, few seeds are not enough for this script.  Then the search
+        is repeated, and each candidate that passes is confirmed.
         """
         few = self._trials.search_seeds
-        confirmed = "if it passes," if self._confirms_all else "the answer"
+        confirmed = "Candidates that pass run" if self._confirms_candidates else "The answer runs"
         self._task.say(
-            f"{len(possible)} modules and settings to try, in at most {limit} candidates. A "
-            f"candidate runs with {few} seeds, {confirmed} with {self._trials.seeds}."
+            f"{len(possible)} modules and settings to try, in at most {limit} candidates. "
+            f"Candidates run with {few} seeds. {confirmed} with all {self._trials.seeds}."
         )
         self._candidates_tried = 0
-        search = smallest(possible, self._candidate_passes, limit)
-        if not search.passes or self._confirms_all:
+        search = smallest_passing_set(possible, self._candidate_passes, limit)
+        if not search.passes or self._confirms_candidates:
             return search
-        row = self._trials.confirmed(self._case(search.needed), "The answer")
+        row = self._trials.confirm(self._case(search.needed), "The answer")
         if passes(row):
             return search
         self._task.say(
-            f"The answer fails: {reason(row)}. {few} seeds are too few here. The search is made "
-            "again; what has run is kept."
+            f"The answer fails: {failure_reason(row)}. {few} seeds are too few here. The search is "
+            "repeated; earlier runs are used again."
         )
-        self._confirms_all = True
+        self._confirms_candidates = True
         return self._search(possible, limit)
 
     def _case(self, chosen: Iterable[Remedy]) -> Case:
@@ -172,37 +174,41 @@ class Tuning:
         label = f"Candidate {self._candidates_tried} ({names})"
         self._task.say(f"{label}: started")
         case = self._case(chosen)
-        row = self._trials.confirmed(case, label) if self._confirms_all else self._trials.row(case)
+        row = (
+            self._trials.confirm(case, label)
+            if self._confirms_candidates
+            else self._trials.row(case)
+        )
         passed = passes(row)
-        self._task.say(f"{label}: {'passes' if passed else f'fails: {reason(row)}'}")
+        self._task.say(f"{label}: {'passes' if passed else f'fails: {failure_reason(row)}'}")
         return passed
 
     def _check_level(self, earlier: Mapping[str, Any], tune_options: Mapping[str, Any]) -> None:
-        """Refuse to resume a tuning of another level or half dtype, or a sweep."""
-        before, now = (
+        """Raise `ValueError` for a tuning of another level or half dtype, or for a sweep."""
+        existing, requested = (
             options and f"tuning of {options['opt_level']} in {options.get('dtype', DTYPE)}"
             for options in (earlier, tune_options)
         )
-        if before != now:
+        if existing != requested:
             raise ValueError(
-                f"{self.directory}: holds a {before or 'sweep'}. For a {now} replace it by "
+                f"{self.directory}: holds a {existing or 'sweep'}. For a {requested} replace it by "
                 "--overwrite, or choose another directory with --out."
             )
 
-    def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> Trials:
-        """The trials in the directory; with `overwrite` earlier probes and timings are deleted."""
+    def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> CandidateSweep:
+        """Open the trials in the directory; with `overwrite` delete earlier probes and timings."""
         for name in (PROBE, SPEED):
             record_of(self.directory / name)  # raises for a folder of other files
-        trials = Trials(self._task, seeds, resume, overwrite)
+        trials = CandidateSweep(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):
                 clear(self.directory / name)
         return trials
 
-    def _add_speeds(self, answer: Answer, cure: Case, level_trains: bool) -> None:
-        """Time the cure beside O0 and, if it trains, the level."""
+    def _add_speeds(self, answer: Answer, cured_case: Case, level_trains: bool) -> None:
+        """Time the cured case beside O0 and, if `level_trains`, beside the level itself."""
         task, directory = self._task, self.directory / SPEED
-        rows = [BASE, self._level, cure] if level_trains else [BASE, cure]
+        rows = [BASE, self._level, cured_case] if level_trains else [BASE, cured_case]
         task.say("Timing: " + ", ".join(case.label for case in rows))
         devices = SweepOptions(devices=task.options.get("devices") or ()).devices
         group = devices[: task.options.get("nproc_per_node") or 1]
@@ -216,7 +222,7 @@ class Tuning:
             overwrite=not resume,
             **({"devices": group} if group else {"jobs": 1}),
         ).run()
-        names = {BASE.label: "O0", self._level.label: "level", cure.label: "cure"}
+        names = {BASE.label: "O0", self._level.label: "level", cured_case.label: "cure"}
         for row in sweep.rows:
             if row.speed is not None:
                 answer.speeds[names[row.label]] = row.speed
@@ -252,7 +258,7 @@ class Tuning:
             candidates=search.trials,
             unseen=judged.smallest if judged else None,
             judged=judged.name if judged else "",
-            failure="" if outcome in (PASSES, CURED) else reason(row),
+            failure="" if outcome in (PASSES, CURED) else failure_reason(row),
             not_shown=not_shown,
             modules=ranked(probed.modules),
         )

@@ -1,7 +1,7 @@
-"""Does a candidate train as O0 does?  Each is judged alone, as the sweep judges a row.
+"""Whether a candidate trains as O0 does.
 
-The p values are not corrected for the number of candidates: otherwise a verdict would depend on
-how many candidates were tried before.
+Each candidate is judged alone, as the sweep judges a row.  The p values are not corrected for the
+number of candidates: otherwise a verdict would depend on how many were tried before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampatch.sweep.trial import BASE, Case
 
 
 class TuneError(AmpatchError):
-    """The question of `ampatch tune` cannot be answered; what was measured is kept."""
+    """`ampatch tune` cannot find an answer.  Measurements are kept."""
 
 
 def row_of(
@@ -30,13 +30,13 @@ def row_of(
     better: Mapping[str, str],
     margin: Margin = ONE_PERCENT,
 ) -> Row:
-    """The row of a case, from its runs and those of O0 alone."""
+    """The row of a case, from the runs of this case and of O0."""
     rows = summarize([run for run in runs if run.case in (BASE, case)], judged, better, margin)
     return next(row for row in rows if row.label == case.label)
 
 
 def passes(row: Row) -> bool:
-    """Whether no test shows that the row is worse than O0 by the margin or more.
+    """Whether no deciding quantity of the row has the outcome "worse" (see `margin.outcome`).
 
     Raises `TuneError` if nothing can be tested, or if the judged quantity differs and has no
     direction.
@@ -57,14 +57,14 @@ def passes(row: Row) -> bool:
     untested = first_untested(row)
     if untested is not None:
         raise TuneError(
-            f"{untested.name} cannot be tested: {untested.untested}. Expected at least --seeds 2, "
-            "whose runs differ (have {seed} among the script's arguments, or give "
-            "--override-seeds), and scipy."
+            f"{untested.name} cannot be tested: {untested.untested}. A test needs scipy, "
+            "--seeds 2 or more, and runs that differ (have {seed} among the script's arguments, or "
+            "give --override-seeds)."
         )
     return not worse(row)
 
 
-def reason(row: Row) -> str:
+def failure_reason(row: Row) -> str:
     """Why a row does not pass."""
     if row.outcome == "failed":
         return row.status

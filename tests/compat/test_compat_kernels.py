@@ -39,11 +39,11 @@ def close(ours, theirs, dtype=torch.float32):
 # Which modules there are
 
 
-@pytest.mark.parametrize("name", kernels.HERE)
+@pytest.mark.parametrize("name", kernels.KERNELS)
 def test_a_module_has_what_computes_and_no_other_name(name):
     module = kernel(name)
     assert module.__spec__.name == name and importlib.util.find_spec(name) is module.__spec__
-    functions, why = kernels.HERE[name]
+    functions, why = kernels.KERNELS[name]
     assert why and {*module.__all__} == {*functions, *(MISSING if name == "amp_C" else ())}
     assert all(getattr(module, key) is functions[key] for key in functions)
     for other in ("no_such_kernel", *(() if name == "amp_C" else MISSING), "adam_undo"):
@@ -93,13 +93,13 @@ def test_a_call_of_a_function_that_is_only_looked_up_names_what_to_use(name):
         function(1, [], key=2)
     said = str(raised.value)
     assert said.startswith(f"amp_C.{name}(...)") and replacement(f"amp_C.{name}") in said
-    assert "never calls it, there is nothing to do" in said
+    assert "only looks the name up, nothing is to be done" in said
 
 
 def test_every_replacement_of_a_kernel_is_used():
     used = {replacement(f"amp_C.{name}") for name in MISSING}
     used |= {replacement(name) for name in kernels.REFUSED}
-    used |= {replacement(f"{module}.other") for module in kernels.HERE}
+    used |= {replacement(f"{module}.other") for module in kernels.KERNELS}
     known = packages.REPLACEMENTS.items()
     assert {says for name, says in known if name.partition(".")[0] != "apex"} <= used
 

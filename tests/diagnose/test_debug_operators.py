@@ -218,7 +218,7 @@ def test_forwards_in_several_threads():
         other.join()
     report = debugger.report
     assert (report.module, report.operator, report.where) == ("0.0", "", "output of 0.0")
-    assert report.largest_input == 100.0 and "where operators are not visible" in str(report)
+    assert report.largest_input == 100.0 and "an operator that is not visible" in str(report)
 
 
 def test_nothing_is_kept_alive():

@@ -53,18 +53,18 @@ def train(accelerator, model, optimizer, steps=4, poison=()):
 
 
 def test_mixed_precision_beside_it_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"mixed_precision='bf16' is asked for, by an argument"):
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' is set by an argument"):
         make(mixed_precision="bf16")
     assert make(mixed_precision="no").mixed_precision == "no"
     runs.forget_states()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="'fp16' is asked for, by ACCELERATE_MIXED_PRECISION"):
+    with pytest.raises(ValueError, match="'fp16' is set by ACCELERATE_MIXED_PRECISION"):
         make()
     make(mixed_precision="no")
     runs.forget_states()
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.raises(ValueError, match="'bf16' is asked for, by an earlier Accelerator"):
+    with pytest.raises(ValueError, match="'bf16' is set by an earlier Accelerator"):
         make()
 
 

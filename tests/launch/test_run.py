@@ -485,7 +485,7 @@ def test_what_the_folder_for_pythonpath_has_is_no_other_apex(monkeypatch):
     assert [name for _, name, _ in pkgutil.iter_modules(sys.path[:1])] == ["apex"]
     compat.uninstall()
     compat.install()  # raises where another one would be hidden
-    assert compat.is_installed() and compat.folders_behind() == []
+    assert compat.is_installed() and compat.hidden_folders() == []
     compat.uninstall()
 
 

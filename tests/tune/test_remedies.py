@@ -13,16 +13,16 @@ from ampatch.config.opt_levels import properties_for
 from ampatch.config.overrides import named
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
-from ampatch.tune.remedies import Remedy, case, globs_for, line, possible
+from ampatch.tune.module_call import CallErrors
+from ampatch.tune.remedies import Remedy, case, globs_for, line, possible_remedies
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Sample
 
 PATHS = ["stem", "body", "body.0", "body.0.norm", "body.1", "body.1.norm", "head"]
 
 
 def findings(eps=(1e-8,), **errors):
     modules = [
-        Sensitivity(path, "Linear", (Sample(error, 0.0, 0.0, 0.0),))
+        Sensitivity(path, "Linear", (CallErrors(error, 0.0, 0.0, 0.0),))
         for path, error in errors.items()
     ]
     return Findings(100, modules=modules, paths=PATHS, eps=list(eps))
@@ -31,7 +31,10 @@ def findings(eps=(1e-8,), **errors):
 def names(level, half, eps=(1e-8,), **settings):
     properties = dataclasses.asdict(properties_for(level, half, **settings))
     properties = {name: str(value) for name, value in properties.items()}
-    return [str(remedy) for remedy in possible(findings(eps, stem=0.1, head=0.5), properties, half)]
+    return [
+        str(remedy)
+        for remedy in possible_remedies(findings(eps, stem=0.1, head=0.5), properties, half)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_a_candidate_is_a_row_with_its_settings_and_globs():
 def test_eps_is_none_of_initializes_settings():
     row = case(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
     assert "eps=0.001" in row.label and "AMPATCH_SETTINGS" not in row.environment
-    assert "eps=0.001 where" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
+    assert "eps=0.001 as an argument" in line(Case("O3", "float16"), [Remedy("eps", True)], PATHS)
 
 
 @pytest.mark.parametrize("name", ("ampatch", "framework"))  # there already, or by the sweep alone

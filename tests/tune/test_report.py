@@ -5,11 +5,11 @@ import io
 import pytest
 
 from ampatch.tune.answer import Answer
+from ampatch.tune.module_call import CallErrors
 from ampatch.tune.report import summary, table_rows, troubles, write_terminal
 from ampatch.tune.sensitivity import Sensitivity
-from ampatch.tune.shadow import Sample
 
-SAMPLE = Sample(1e-3, 1e-2, 0.0, 0.0)
+SAMPLE = CallErrors(1e-3, 1e-2, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
     ],
 )
 def test_shares_are_percents_that_can_be_read(share, text):
-    head = Sensitivity("head", "Linear", (Sample(1e-3, 1e-2, share, share),))
+    head = Sensitivity("head", "Linear", (CallErrors(1e-3, 1e-2, share, share),))
     row = next(table_rows(Answer("t.py", "O2", "float16", "passes", modules=[head])))
     assert row[4:6] == (text, text)
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
+from ampatch.tune.module_call import HalfMode, ModuleCall
 from ampatch.tune.probe import SAMPLES, Probe, ProbeOptions
 from ampatch.tune.sensitivity import Findings, ranked
-from ampatch.tune.shadow import HalfMode, ModuleCall
 
 
 class Hot(nn.Module):

@@ -16,10 +16,10 @@ from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
+from ampatch.tune.module_call import CallErrors
 from ampatch.tune.probe import ProbeOptions
 from ampatch.tune.report import summary
 from ampatch.tune.sensitivity import Findings, Sensitivity
-from ampatch.tune.shadow import Sample
 
 SPREAD = 0.01  # between seeds
 MODULES = ("stem", "body", "body.norm", "head")
@@ -51,7 +51,7 @@ class Trials:
         if probe is not None:
             asked = ProbeOptions(**json.loads(probe[1]))
             self.probed.append(asked)
-            sample = Sample(0.1, 0.1, 0.0, 0.0)
+            sample = CallErrors(0.1, 0.1, 0.0, 0.0)
             modules = [Sensitivity(path, "Linear", (sample,)) for path in MODULES]
             findings = Findings(asked.steps, modules=modules, paths=list(MODULES), eps=[1e-8])
             findings.write(Path(asked.file))
@@ -90,7 +90,7 @@ def tuned(monkeypatch, tmp_path):
     def tune(cures, level="O3", noise=0.0, lucky=(), probe_ends=None, **options):
         trials = Trials(cures, noise, lucky)
         trials.probe_ends |= probe_ends or {}
-        monkeypatch.setattr("ampatch.tune.trials.Sweep", trials)
+        monkeypatch.setattr("ampatch.tune.candidate_sweep.Sweep", trials)
         tuning = Tuning(str(script), out=tmp_path / "out", opt_level=level, **options)
         return tuning.run(), trials
 

@@ -8,7 +8,7 @@ from sweep_made import trained
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.summary import summarize
 from ampatch.sweep.trial import BASE, Case, Trial
-from ampatch.tune.verdict import TuneError, passes, reason, row_of
+from ampatch.tune.verdict import TuneError, failure_reason, passes, row_of
 
 LEVEL = Case("O3", "float16")
 OTHERS = tuple(Case("O3", "float16", settings=(("loss_scale", n),)) for n in range(30))
@@ -76,7 +76,9 @@ def test_the_number_of_candidates_does_not_change_the_answer():
 def test_the_reason_names_what_is_worse_and_nothing_of_speed():
     failing = row(near(0.1), accuracies=[0.9, 0.91, 0.89, 0.9])
     failing = dataclasses.replace(failing, verdict="0.17x the speed of O0; " + failing.verdict)
-    assert reason(failing).startswith("worse than O0: last loss 0.603 against 0.5025, difference")
+    assert failure_reason(failing).startswith(
+        "worse than O0: last loss 0.603 against 0.5025, difference"
+    )
 
 
 def test_a_row_that_starts_elsewhere_is_compared_with_nothing():

@@ -1,8 +1,8 @@
 """An `apex` package for scripts that import one: `install()` and `uninstall()`.
 
 After `install()`, `from apex import amp` finds ampatch, and `apex.optimizers`,
-`apex.normalization` and `apex.parallel` have torch's own classes or short ones of ours.  No code is
-NVIDIA's.  `import ampatch` does not register the package.
+`apex.normalization` and `apex.parallel` have torch's own classes or short ones of ampatch.  No code
+is NVIDIA's.  `import ampatch` does not register the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from ampatch import AmpatchError, observe
 
 from ...log import logger, show_without_handlers, shows
-from ...session import facade as engine
+from ...session import facade
 from . import (
     amp,
     fp16_utils,
@@ -38,7 +38,7 @@ from . import (
 )
 from .fp16_utils import conversion, fp16_optimizer, loss_scaler
 from .optimizers import adam, lamb, novograd, sgd
-from .packages import Finder, Refusals, build
+from .packages import ApexFinder, Refusals, build
 from .parallel import distributed, larc, sync_batch_norm
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -85,9 +85,9 @@ def install(force: bool = False) -> None:
     if is_installed():
         return
     other = other_apex.find()
-    if other is None or (other.stays and force):
-        install_before(())
-    elif other.stays:
+    if other is None or (other.has_precedence and force):
+        install_over(())
+    elif other.has_precedence:
         raise AmpatchError(
             f"ampatch.compat.apex.install(): there is an apex at {other.path}, which would be "
             "hidden. Uninstall it (pip uninstall apex), rename it if it is your own, or call "
@@ -95,57 +95,56 @@ def install(force: bool = False) -> None:
         )
     else:
         logger.warning(other.message_of_replacement())
-        install_before(other.folders)
+        install_over(other.folders)
     show_without_handlers(True)  # as apex printed
 
 
 def install_unless_real() -> None:
     """`install()` without messages, unless another apex has an amp or is the user's own."""
     other, were_shown = other_apex.find(), shows()
-    if other is None or not other.stays:
+    if other is None or not other.has_precedence:
         install()
         show_without_handlers(were_shown)
 
 
-def import_instead() -> None:
-    """Called by the package of `ampatch apex-path`: import our apex, or the other one."""
+def import_apex() -> None:
+    """Import ampatch's apex, or the other one.  Called by the package of `ampatch apex-path`."""
     install_unless_real()
     show_without_handlers(True)
     with other_apex.without_folder():
         importlib.import_module("apex")
 
 
-def folders_behind() -> list[str] | None:
-    """The folders of the other apex that ours replaces; None while ours is not installed."""
+def hidden_folders() -> list[str] | None:
+    """The folders of the other apex that ampatch's hides, or None if ampatch's is not installed."""
     finder = _finder()
     return None if finder is None else finder.others.folders
 
 
-def install_before(folders: Sequence[str]) -> None:
-    """Register ours, even if there is another apex; `folders` have the submodules that it lacks."""
+def install_over(folders: Sequence[str]) -> None:
+    """Register ampatch's `apex`.  `folders` of the other apex have further submodules."""
     others = other_apex.OtherModules(folders)
     # apex's compiled modules have names of their own, and installed ones are not hidden.
-    missing = {name: has for name, has in kernels.contents().items() if not _is_importable(name)}
+    missing = {k: v for k, v in kernels.contents().items() if not _is_importable(k)}
     modules = build({"apex": {}, **CONTENTS, **lists.contents(), **missing}, others)
     # As in apex: `apex.amp._amp_state` is the state, also after an import of the module.
     modules["apex.amp"]._amp_state = state._amp_state
     modules["apex.amp.amp"].__class__ = internals.AmpModule
     modules["apex.amp.frontend"].Properties = state.Properties
-    modules[
-        "apex.parallel.LARC"
-    ].__class__ = _CallableLARC  # the class and its module have the same name
-    finder = Finder(modules, _hide(), others, Refusals(kernels.REFUSED))
+    # The class and its module have the same name.
+    modules["apex.parallel.LARC"].__class__ = _CallableLARC
+    finder = ApexFinder(modules, _hide(), others, Refusals(kernels.REFUSED))
     sys.meta_path.insert(0, finder)
     sys.meta_path.append(finder.refusals)
     sys.modules.update(modules)
-    cleaner = amp.Cleaner()
-    stop_observing = observe(cleaner)
+    stash_observer = amp.StashObserver()
+    stop_observing = observe(stash_observer)
 
     def stop() -> None:
-        for session in engine.open_sessions():
-            cleaner.on_close(session)
+        for session in facade.open_sessions():
+            stash_observer.on_close(session)
         stop_observing()
-        engine.edit_tables([])
+        facade.edit_tables([])
         show_without_handlers(False)
 
     finder.stop = stop
@@ -182,8 +181,8 @@ def is_installed() -> bool:
     return _finder() is not None
 
 
-def _finder() -> Finder | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+def _finder() -> ApexFinder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
 
 
 def _is_importable(name: str) -> bool:

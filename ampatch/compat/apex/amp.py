@@ -30,10 +30,10 @@ from ampatch import (
     register_promote_function,
 )
 
-from ...session import facade as engine
+from ...session import facade
 from ...types import AnyOptimizer, Models, Optimizers, OptLevel
 from . import lists
-from .scaler import UPDATE_SCALE, LossScaler
+from .scaler import LossScaler
 from .state import Stash, _amp_state, scaler_in_use, scaling_sessions
 
 if TYPE_CHECKING:
@@ -90,15 +90,15 @@ def initialize(*args: Any, **settings: Any) -> Any:
         call = _INITIALIZE.bind(*args, **settings)
     except TypeError as error:
         raise TypeError(f"amp.initialize(...): {error}.") from None
-    engine.edit_tables(lists.edits())
-    with engine.with_apex_tables():
+    facade.edit_tables(lists.edits())
+    with facade.with_apex_tables():
         options = {"allow_banned": False, "patch_scope": "process"}
         result = ampatch.initialize(*call.args, **call.kwargs, **options)
-    session = engine.open_sessions()[-1]
+    session = facade.open_sessions()[-1]
     _amp_state.verbosity = call.arguments.get("verbosity", 1)
     if session.properties.enabled:
         for managed in session.optimizers:
-            _put_stash(managed.optimizer)
+            _attach_stash(managed.optimizer)
     return result
 
 
@@ -107,8 +107,8 @@ initialize.__signature__ = _INITIALIZE  # type: ignore[attr-defined]
 
 @functools.wraps(ampatch.init)
 def init(*args: Any, **kwargs: Any) -> Handle:
-    """`ampatch.init`; edits of `amp.lists` count here too."""
-    engine.edit_tables(lists.edits())
+    """`ampatch.init`, after it has applied edits of `amp.lists`."""
+    facade.edit_tables(lists.edits())
     return ampatch.init(*args, **kwargs)
 
 
@@ -118,31 +118,34 @@ def scale_loss(
 ) -> AbstractContextManager[Tensor]:  # fmt: skip
     """`ampatch.scale_loss`.
 
-    At O2 the first block after a step begins without gradients: see `Stash.begin_block`.  Where a
+    At O2 the first block after a step begins without gradients: see `Stash.begin_block`.  If a
     script has replaced the scaler's `update_scale`, the block calls the replacement as it ends, as
-    in apex: this alone moves the scale, and returns whether the next step is skipped.
+    apex does: then only the replacement updates the scale, and it returns whether to skip a step.
     """
     listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    scaler = scaler_in_use(engine.session_of(listed[0]) if listed else None, loss_id)
-    asks = None if scaler is None else getattr(scaler.update_scale, "__func__", None)
-    is_asked = scaler is not None and asks is not UPDATE_SCALE and not delay_unscale
+    scaler = scaler_in_use(facade.session_of(listed[0]) if listed else None, loss_id)
+    calls_replacement = scaler is not None and scaler.is_update_replaced and not delay_unscale
     block = ampatch.scale_loss(
         *(loss, optimizers, loss_id, model, delay_unscale),
-        delay_overflow_check=delay_overflow_check or is_asked,
+        delay_overflow_check=delay_overflow_check or calls_replacement,
     )
     for stash in [o._amp_stash for o in listed if hasattr(o, "_amp_stash")]:
         stash.begin_block()
     if scaler is None:
         return block
     scaler.begin_block()
-    return _asking(block, scaler, listed) if is_asked and not delay_overflow_check else block
+    return (
+        _and_update(block, scaler, listed)
+        if calls_replacement and not delay_overflow_check
+        else block
+    )
 
 
 @contextlib.contextmanager
-def _asking(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterator[Tensor]:
+def _and_update(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterator[Tensor]:
     with block as scaled:
         yield scaled
-    scaler.decide(optimizers)
+    scaler.call_replaced_update_scale(optimizers)
 
 
 def state_dict() -> dict[str, dict[str, Any]]:
@@ -151,10 +154,10 @@ def state_dict() -> dict[str, dict[str, Any]]:
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """As `ampatch.load_state_dict`, for the scalers of `state_dict`.
+    """Like `ampatch.load_state_dict`, for the scalers of `state_dict`.
 
-    apex's list has the scalers of one `initialize`, which serve all optimizers: a scaler without an
-    entry in a checkpoint takes the entry of its number within its own session.
+    In apex the scalers of one `initialize` serve all optimizers.  So a scaler that the checkpoint
+    has no entry for takes the entry with its index within its own session.
     """
     scalers = _scalers()
     if isinstance(state, dict):
@@ -162,14 +165,16 @@ def load_state_dict(state: dict[str, Any]) -> None:
         for name, (_, name_in_session) in scalers.items():
             if name not in saved and name_in_session in saved:
                 state = state | {name: saved[name_in_session]}
-    engine.load_entries({name: scaler for name, (scaler, _) in scalers.items()}, state)
+    facade.load_entries({name: scaler for name, (scaler, _) in scalers.items()}, state)
 
 
-def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
-    """The scalers in use by their names, with their names within their sessions."""
-    if len(engine.open_sessions()) > 1:
+def _scalers() -> dict[str, tuple[facade.Scaler, str]]:
+    """Maps the name of each scaler in use to the scaler and its name within its session."""
+    if len(facade.open_sessions()) > 1:
         gc.collect()  # optimizers of earlier folds are in reference cycles
-    sessions = scaling_sessions() or ampatch.state_dict()  # an error: there is none
+    sessions = scaling_sessions()
+    if not sessions:
+        ampatch.state_dict()  # raises `AmpatchError`: no session is open
     pairs = [
         (scaler, f"loss_scaler{n}")
         for session in sessions
@@ -178,29 +183,29 @@ def _scalers() -> dict[str, tuple[engine.Scaler, str]]:
     return {f"loss_scaler{n}": pair for n, pair in enumerate(pairs)}
 
 
-_ON_OPTIMIZER = ("_amp_stash", "_lazy_init_maybe_master_weights")
+_OPTIMIZER_ATTRIBUTES = ("_amp_stash", "_lazy_init_maybe_master_weights")
 
 
-def _put_stash(optimizer: Any) -> None:
+def _attach_stash(optimizer: Any) -> None:
     optimizer._amp_stash = Stash(optimizer)
     optimizer._lazy_init_maybe_master_weights = types.MethodType(_lazy_init, optimizer)
 
 
 def _lazy_init(optimizer: Any) -> None:
-    """As in apex, where the first backward pass made the masters; here weights are FP32."""
+    """Only set apex's flag: apex made master weights here, ampatch's weights are FP32 already."""
     optimizer._amp_stash.lazy_init_called = True
 
 
-class Cleaner:
-    """Observer: records steps in the stash, and removes the attributes put on optimizers."""
+class StashObserver:
+    """Records steps in the stash; removes apex's attributes from the optimizers at the end."""
 
     def on_step(self, optimizer: Any, skipped: object) -> None:
         """Called after each step, also a skipped one."""
         if (stash := vars(optimizer).get("_amp_stash")) is not None:
             stash.has_stepped = True
 
-    def on_close(self, session: engine.Session) -> None:
+    def on_close(self, session: facade.Session) -> None:
         """Called when a session closes, before its optimizers are released."""
         for managed in session.optimizers:
-            for name in _ON_OPTIMIZER:
+            for name in _OPTIMIZER_ATTRIBUTES:
                 vars(managed.optimizer).pop(name, None)

@@ -1,7 +1,7 @@
 """amp_C, apex_C and fused_adam_cuda: apex's functions on tensors, which scripts call directly.
 
-amp_C's functions compute in FP32 and round once.  `chunk_size` is accepted.  `noop_flag` becomes 1
-where norms and scaling meet an inf or NaN; the host does not wait for it.
+amp_C's functions compute in FP32 and round once.  They ignore `chunk_size`.  Norms and scaling set
+`noop_flag` to 1 if they meet an inf or NaN, without a synchronization with the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ampatch.torch_private import foreach
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float
 ) -> None:
-    """`out = inputs * scale` for `[inputs, out]`, two lists; flags an inf or NaN in `inputs`."""
+    """Set `out = inputs * scale` for the two lists `[inputs, out]`."""
     inputs, out = tensor_lists
-    filled = [tensor for tensor in inputs if tensor.numel()]
-    if filled:
-        largest = torch.stack([norm.float() for norm in foreach.norm(filled, float("inf"))])
+    nonempty = [tensor for tensor in inputs if tensor.numel()]
+    if nonempty:
+        largest = torch.stack([norm.float() for norm in foreach.norm(nonempty, float("inf"))])
         noop_flag.masked_fill_((~largest.isfinite().all()).to(noop_flag.device), 1)
     if out:
-        foreach.copy_(out, foreach.mul(_wide(inputs), scale))
+        foreach.copy_(out, foreach.mul(_to_fp32(inputs), scale))
 
 
 @torch.no_grad()
@@ -35,11 +35,11 @@ def multi_tensor_l2norm(
     tensor_lists: Sequence[list[Tensor]],
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all numbers in `[tensors]`, one element; with `per_tensor` that of each too."""
+    """The norm of all elements of `[tensors]`, and with `per_tensor` the norm of each tensor."""
     (tensors,) = tensor_lists
     if not tensors:
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
-    each = torch.stack(list(foreach.norm(_wide(tensors))))
+    each = torch.stack(list(foreach.norm(_to_fp32(tensors))))
     norm = torch.linalg.vector_norm(each).reshape(1)
     noop_flag.masked_fill_(~norm.isfinite().all(), 1)
     return norm, each if per_tensor else each[:0]
@@ -49,13 +49,13 @@ def multi_tensor_l2norm(
 def multi_tensor_adam(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Sequence[list[Tensor]], *options: float
 ) -> None:
-    """A step of Adam, in mode 1 of AdamW, on `[grads, params, first moments, second moments]`.
+    """A step of Adam (mode 0) or AdamW (1) on `[grads, params, first moments, second moments]`.
 
     The options are lr, beta1, beta2, eps, step, mode, bias_correction and weight_decay.
     """
     grads, params, first, second = tensor_lists
     lr, beta1, beta2, eps, step, mode, is_corrected, decay = map(float, options)
-    grads, wide = _wide(grads), _wide(params)
+    grads, wide = _to_fp32(grads), _to_fp32(params)
     if not params:
         return
     if mode == 1:
@@ -79,10 +79,11 @@ def multi_tensor_adam(
 def adam(
     param: Tensor, copy: Tensor, first: Tensor, second: Tensor, grad: Tensor, *options: float
 ) -> None:
-    """fused_adam_cuda's step, in place; `copy`, unless it is empty, gets the new `param` too.
+    """fused_adam_cuda's step, in place.  A `copy` that is not empty gets the new `param` too.
 
     The options are lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction and weight_decay.
-    In mode 0 eps is under the root, in mode 1 beside it; neither corrects it for the bias.
+    The divisor is `sqrt(second + eps)` in mode 0 and `sqrt(second) + eps` in mode 1, without a
+    correction for the bias.
     """
     lr, beta1, beta2, eps, grad_scale, step, mode, is_corrected, decay = map(float, options)
     grad = grad.float() / grad_scale
@@ -96,12 +97,12 @@ def adam(
         copy.copy_(param)
 
 
-def _wide(tensors: list[Tensor]) -> list[Tensor]:
+def _to_fp32(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.float() for tensor in tensors]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' numbers in one dimension, one tensor after the other; all have one dtype."""
+    """All elements of tensors of one dtype as one 1-dim tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...session import facade as engine
+from ...session import facade
 from .state import handle_of
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
@@ -20,7 +20,7 @@ class AmpModule(ModuleType):
 
     @property
     def _DECORATOR_HANDLE(self) -> Any:  # apex's name
-        sessions = engine.open_sessions()
+        sessions = facade.open_sessions()
         return handle_of(sessions[-1]) if sessions else None
 
     @_DECORATOR_HANDLE.setter
@@ -35,7 +35,7 @@ def to_type(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 def applier(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     """`value` with `fn` applied to each tensor in it, in lists, tuples and mappings."""
-    return engine.map_tensors(value, fn)
+    return facade.map_tensors(value, fn)
 
 
 def check_models(models: Iterable[Any]) -> None:

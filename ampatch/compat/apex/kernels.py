@@ -1,7 +1,7 @@
 """apex's compiled modules: which a program can import, and why.
 
-Programs import a module to find out whether it has a kernel.  So a module is here only if its
-functions compute; the import of any other fails, and the error says what to use.
+Programs import a module to find out whether it has a kernel.  So only modules whose functions
+compute can be imported.  The import of any other fails, and the error says what to use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .layer_kernels import CAUSAL_SOFTMAX, LAYER_NORM, MASKED_SOFTMAX, MIXED_LAY
 from .packages import replacement
 
 _LISTS = ("multi_tensor_adam", "multi_tensor_l2norm", "multi_tensor_scale")
-HERE: dict[str, tuple[dict[str, Any], str]] = {
+KERNELS: dict[str, tuple[dict[str, Any], str]] = {
     "amp_C": (
         {name: getattr(amp_c, name) for name in _LISTS},
         "imported unguarded; most programs look functions up that they never call (LOOKED_UP)",
@@ -32,14 +32,14 @@ HERE: dict[str, tuple[dict[str, Any], str]] = {
     "scaled_softmax_cuda": (SOFTMAX, "the same"),
     "scaled_upper_triang_masked_softmax_cuda": (CAUSAL_SOFTMAX, "the same"),
 }
-"""What each module computes, and why it is here."""
+"""The functions of each module, and why ampatch has it."""
 
 REFUSED = {
-    "fused_dense_cuda": "apex.fused_dense alone imports it unguarded, and ours does not",
-    "mlp_cuda": "apex.mlp alone imports it unguarded, and ours does not",
+    "fused_dense_cuda": "apex.fused_dense alone imports it unguarded, and ampatch's does not",
+    "mlp_cuda": "apex.mlp alone imports it unguarded, and ampatch's does not",
     "syncbn": "apex.parallel alone imports it, in a `try`; its kernels follow CUDA's layout",
 }
-"""Modules that an import does not find, and why they are not here."""
+"""Modules whose import fails, and why ampatch lacks them."""
 
 LOOKED_UP = """
     multi_tensor_adagrad multi_tensor_adam_capturable multi_tensor_adam_capturable_master
@@ -48,17 +48,17 @@ LOOKED_UP = """
     multi_tensor_lamb_stage2_cuda multi_tensor_lamb_update_weights multi_tensor_lars
     multi_tensor_novograd multi_tensor_sgd multi_tensor_unscale_l2norm update_scale_hysteresis
 """
-"""Functions of amp_C that are not here."""
+"""Functions of amp_C that ampatch lacks."""
 
 
 def _missing(name: str) -> Callable[..., NoReturn]:
-    """Stands for a function of apex's that ampatch lacks: a program may look it up, not call it."""
+    """A function that raises an error: programs look up functions that they never call."""
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{name}(...): a kernel of apex's, which ampatch's apex does not have; "
-            f"{replacement(name)}. Where a program looks the name up and never calls it, "
-            "there is nothing to do."
+            f"{name}(...): ampatch's apex lacks this kernel; "
+            f"{replacement(name)}. If the program only looks the name up, "
+            "nothing is to be done."
         )
 
     missing.__qualname__ = f"{name} (which ampatch's apex does not have)"
@@ -68,7 +68,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 def contents() -> dict[str, SimpleNamespace]:
     """The contents of the modules, by name."""
     modules = {}
-    for module, (functions, _) in HERE.items():
+    for module, (functions, _) in KERNELS.items():
         missing = LOOKED_UP.split() if module == "amp_C" else ()
         names = {name: _missing(f"{module}.{name}") for name in missing} | functions
         modules[module] = SimpleNamespace(**names, __all__=sorted(names), __doc__=None)

@@ -1,4 +1,4 @@
-"""apex's compiled norms and softmaxes, forward and backward, with apex's positions of arguments.
+"""apex's compiled norms and softmaxes, forward and backward, with apex's order of arguments.
 
 Programs call them in autograd Functions of their own.  They compute in FP32 and round once.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _rows(x: Tensor, shape: Any) -> Tensor:
-    """`x` in two dimensions: the last has what is normalized together."""
+    """`x` as an FP32 matrix, whose rows are normalized."""
     return x.float().reshape(-1, math.prod(shape))
 
 
@@ -22,7 +22,7 @@ def _rows(x: Tensor, shape: Any) -> Tensor:
 def _norm(is_rms: bool, is_mixed: bool, x: Tensor, shape: Any, *rest: Any) -> list[Tensor]:
     """`(x, shape, weight, bias, eps)` to `[output, mean, invvar]`; RMS has no bias and no mean.
 
-    Statistics are FP32, one for each row; the output has the dtype of `x`, of the weight if mixed.
+    Statistics are FP32, one per row.  The output has the dtype of `x`, or of the weight if mixed.
     """
     *affine, eps = rest
     rows = _rows(x, shape)
@@ -40,7 +40,7 @@ def _norm(is_rms: bool, is_mixed: bool, x: Tensor, shape: Any, *rest: Any) -> li
 def _norm_backward(is_rms: bool, count: int, grad: Tensor, *rest: Any) -> Any:
     """`(grad, mean, invvar, x, shape, weight, bias, eps)` to the gradients of `x`, weight and bias.
 
-    RMS has no mean; `count`: parameters.  If True follows eps, `x` is the output.
+    RMS has no mean.  `count`: number of parameters.  If eps is followed by True, `x` is the output.
     """
     mean, invvar, x, shape, *rest = (None, *rest) if is_rms else rest
     params, (eps, *is_output) = rest[:count], rest[count:]
@@ -54,10 +54,10 @@ def _norm_backward(is_rms: bool, count: int, grad: Tensor, *rest: Any) -> Any:
     inner = grads if weight is None else grads * weight
     projected = inner - rows * (inner * rows).mean(1, keepdim=True)
     projected = projected if is_rms else projected - inner.mean(1, keepdim=True)
-    of_x = (projected * invvar).to(x.dtype).view_as(x)
+    x_grad = (projected * invvar).to(x.dtype).view_as(x)
     sums = ((grads * rows).sum(0), grads.sum(0))
-    of_params = [total.to(param.dtype).view_as(param) for total, param in zip(sums, params)]
-    return [of_x, *of_params] if count else of_x
+    param_grads = [total.to(param.dtype).view_as(param) for total, param in zip(sums, params)]
+    return [x_grad, *param_grads] if count else x_grad
 
 
 LAYER_NORM: dict[str, Any] = {}
@@ -76,7 +76,7 @@ MIXED_LAYER_NORM = {  # before apex had these in one module
 def _softmax(is_causal: bool, x: Tensor, *rest: Any) -> Tensor:
     """`(x, mask, scale)`: softmax of `x * scale` in the last dimension, in the dtype of `x`.
 
-    It is 0 where the mask is not 0 (or above the diagonal), also in rows where all is masked.
+    Masked elements (mask not 0, or above the diagonal) are 0, also if all of a row is masked.
     """
     *masks, scale = rest
     scores = x.float() * scale
@@ -96,5 +96,5 @@ def _softmax_backward(grad: Tensor, output: Tensor, scale: float) -> Tensor:
 
 SOFTMAX = {"forward": partial(_softmax, False), "backward": _softmax_backward}
 CAUSAL_SOFTMAX = {**SOFTMAX, "forward": partial(_softmax, True)}
-# Programs ask how many rows the kernel takes at once, and do not use it if that does not fit.
+# Programs use the kernel only if the number of rows that it takes at once divides their batch.
 MASKED_SOFTMAX = {**SOFTMAX, "get_batch_per_block": lambda queries, keys, batches, heads: 1}

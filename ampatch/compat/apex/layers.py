@@ -14,16 +14,16 @@ _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoi
 
 
 class MLP(nn.Module):
-    """Linear layers of these sizes, each, the last one too, with the activation after it.
+    """Linear layers, each followed by the activation (the last one too).
 
     Args:
-        mlp_sizes: features of the input, and those after each layer: `[64, 128, 10]` is two layers.
-        bias: whether layers have one.
+        mlp_sizes: features of the input and of each output: `[64, 128, 10]` makes two layers.
+        bias: whether the layers have a bias.
         activation: "none", "relu" or "sigmoid".
 
     The parameters are `weight_0`, `bias_0`, `weight_1`, ..., FP32, with shapes as in
-    `torch.nn.Linear`; weights begin with a standard deviation of `sqrt(2 / (in + out))`, biases
-    with one of `sqrt(1 / out)`, as in apex.  Raises `TypeError` for another activation.
+    `torch.nn.Linear`; initial weights have the standard deviation `sqrt(2 / (in + out))`,
+    biases `sqrt(1 / out)`, as in apex.  Raises `TypeError` for another activation.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MLP(nn.Module):
                 self.register_parameter(f"bias_{n}", nn.Parameter(torch.empty(fan_out)))
         self.reset_parameters()
 
-    # Read anew each time: in a forward at O2 half copies are in the parameters' slots.
+    # Read anew each time: during a forward at O2 the attributes are half copies.
 
     @property
     def weights(self) -> list[Tensor]:
@@ -53,18 +53,18 @@ class MLP(nn.Module):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The biases, layer by layer; none without."""
+        """The biases, layer by layer; empty with `bias=False`."""
         return [getattr(self, f"bias_{n}") for n in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialize the parameters again."""
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, (2.0 / sum(weight.shape)) ** 0.5)
         for bias in self.biases:
             nn.init.normal_(bias, 0.0, (1.0 / bias.numel()) ** 0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`(..., mlp_sizes[0])` to `(..., mlp_sizes[-1])`."""
+        """Map `(..., mlp_sizes[0])` to `(..., mlp_sizes[-1])`."""
         for weight, bias in zip(self.weights, self.biases or [None] * self.num_layers):
             input = _ACTIVATIONS[self.activation](F.linear(input, weight, bias))
         return input

@@ -1,9 +1,9 @@
-"""apex.amp.lists: which functions are cast to what, as lists that scripts edit.
+"""apex.amp.lists: the dtype to which functions are cast, as lists that scripts edit.
 
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 
-`amp.initialize` reads the lists.  A removed name is not cast; an added one follows the rule of its
-list, even if ampatch's tables have another.
+`amp.initialize` reads the lists.  A function whose name was removed is not cast.  An added one
+follows the rule of its list, even if ampatch's tables have another rule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMESPACES = {
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
 }
-_TABLED = {  # the tables' namespaces, by the namespace that users know
+_TABLED = {  # the namespaces of the op tables, by the public namespace
     "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
     "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),

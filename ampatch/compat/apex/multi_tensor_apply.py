@@ -13,8 +13,8 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
 
-    `available` is True: scripts that ask for it refuse to start otherwise.  A call of a function
-    that `amp_C` does not have is an error.
+    `available` is True, because scripts refuse to start otherwise.  A call of a function that
+    `amp_C` does not have raises an error.
     """
 
     available = True

@@ -56,7 +56,7 @@ class FusedLayerNormAffineFunction:
     apply = staticmethod(fused_layer_norm_affine)
 
 
-class _Fused:
+class _ApexArguments:
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
@@ -65,16 +65,16 @@ class _Fused:
         self.memory_efficient = memory_efficient
 
 
-class FusedLayerNorm(_Fused, nn.LayerNorm):
+class FusedLayerNorm(_ApexArguments, nn.LayerNorm):
     """`torch.nn.LayerNorm`.  `memory_efficient` is accepted and changes nothing."""
 
 
-class FusedRMSNorm(_Fused, nn.RMSNorm):
+class FusedRMSNorm(_ApexArguments, nn.RMSNorm):
     """`torch.nn.RMSNorm`.  `memory_efficient` is accepted and changes nothing."""
 
 
-class _Mixed:
-    _name: str  # of a function of torch.nn.functional, which is looked up at the call
+class _MixedDtypes:
+    _name: str  # a function of torch.nn.functional, looked up at each call
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         if not kwargs.pop("elementwise_affine", True):
@@ -85,20 +85,20 @@ class _Mixed:
         super().__init__(normalized_shape, eps=eps, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computed in FP32."""
+        """Compute in FP32; the output has the dtype of the weight."""
         params = [param.float() for param in self._parameters.values()]
         norm = getattr(F, self._name)
         output = norm(input.float(), self.normalized_shape, *params, eps=self.eps)
         return output.to(self.weight.dtype)
 
 
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """A layer norm whose input may have another dtype; the output has the weight's."""
+class MixedFusedLayerNorm(_MixedDtypes, FusedLayerNorm):
+    """A layer norm whose input may have another dtype than its weight; see `forward`."""
 
     _name = "layer_norm"
 
 
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """An RMS norm whose input may have another dtype; the output has the weight's."""
+class MixedFusedRMSNorm(_MixedDtypes, FusedRMSNorm):
+    """An RMS norm whose input may have another dtype than its weight; see `forward`."""
 
     _name = "rms_norm"

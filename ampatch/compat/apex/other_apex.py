@@ -1,9 +1,9 @@
 """Another apex on this machine: whether it has an amp, and which of its modules stay importable.
 
-Ours replaces an apex without `apex.amp`: today's apex of NVIDIA, which has only kernels, or a
-folder without `__init__.py`, such as an empty git submodule.  Modules and names that ours lacks
-still come from the other one: its submodules by the `__path__` of ours, its names by
-`OtherModules.attribute`.  The user's own module or package `apex` stays.
+ampatch's apex replaces an apex without `apex.amp`: today's apex of NVIDIA, which has only kernels,
+or a folder without `__init__.py`, such as an empty git submodule.  Modules and names that ampatch's
+lacks still come from the other apex: submodules by `__path__`, names by `OtherModules.attribute`.
+The user's own module or package `apex` is not replaced.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NVIDIA_PACKAGES = ("contrib", "multi_tensor_apply", "normalization")
-"""Packages in every apex of NVIDIA's."""
+"""Packages that every apex of NVIDIA has."""
 
 
 @dataclass(frozen=True)
 class OtherApex:
-    """An apex that is not ours, and the folders of its submodules."""
+    """An apex that is not ampatch's, and the folders of its submodules."""
 
     path: str
     folders: tuple[str, ...]
@@ -35,20 +35,20 @@ class OtherApex:
     has_amp: bool
 
     @property
-    def stays(self) -> bool:
-        """Whether ours does not replace it: it has an amp, or it is the user's own."""
+    def has_precedence(self) -> bool:
+        """Whether ampatch's does not replace it: it has an amp, or it is the user's own."""
         return self.has_amp or self._is_own
 
     @property
     def _is_own(self) -> bool:
-        """Whether it has code, is not installed by pip, and lacks the packages of NVIDIA's."""
+        """Whether it has code, is not installed by pip, and lacks the packages of NVIDIA's apex."""
         if self.is_namespace or _INSTALLED.intersection(Path(self.path).parts):
             return False
         paths = product(self.folders, _NVIDIA_PACKAGES)
         return not any(os.path.isdir(os.path.join(*path)) for path in paths)
 
     def message_of_replacement(self) -> str:
-        """The log message where ours replaces it."""
+        """The log message if ampatch's apex replaces it."""
         if self.is_namespace:
             return (
                 f"ampatch's apex takes the place of {self.path}, which has no __init__.py and no "
@@ -65,17 +65,17 @@ _FOLDER = Path(__file__).resolve().parents[1] / "apex_path"
 
 @contextlib.contextmanager
 def without_folder() -> Iterator[None]:
-    """Context manager: the folder of `ampatch apex-path` is not searched."""
-    searched = sys.path[:]
-    sys.path[:] = [path for path in searched if Path(path).resolve() != _FOLDER]
+    """Context manager that takes the folder of `ampatch apex-path` out of `sys.path`."""
+    original_path = sys.path[:]
+    sys.path[:] = [path for path in original_path if Path(path).resolve() != _FOLDER]
     try:
         yield
     finally:
-        sys.path[:] = searched
+        sys.path[:] = original_path
 
 
 def find() -> OtherApex | None:
-    """The apex that is, or would be, imported while ours is not installed."""
+    """The apex that `import apex` finds while ampatch's is not installed, or None."""
     loaded = sys.modules.get("apex")
     with without_folder():
         spec = importlib.util.find_spec("apex") if loaded is None else loaded.__spec__
@@ -88,7 +88,7 @@ def find() -> OtherApex | None:
 
 
 def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:
-    """Whether `from apex import amp` would find one.  Imports nothing."""
+    """Whether `from apex import amp` would find an amp.  Imports nothing."""
     submodule = PathFinder.find_spec("apex.amp", list(folders)) if folders else None
     if submodule is not None and submodule.origin is not None:
         return True
@@ -96,24 +96,24 @@ def _has_amp(spec: ModuleSpec, folders: Sequence[str]) -> bool:
         return False
     get_code = getattr(spec.loader, "get_code", None)
     code = None if get_code is None else get_code("apex")
-    return code is None or "amp" in code.co_names  # what cannot be read may have it
+    return code is None or "amp" in code.co_names  # unreadable code may have an amp
 
 
 class OtherModules:
-    """What an apex in `folders` has, for modules of ours with the same names."""
+    """The modules of an apex in `folders`, to complete ampatch's modules of the same names."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.folders = list(folders)
         self._modules: dict[str, ModuleType | None] = {}
 
     def path(self, name: str) -> list[str]:
-        """Where submodules of `name` (such as "apex.contrib") are."""
+        """The folders with submodules of `name` (such as "apex.contrib")."""
         paths = [os.path.join(folder, *name.split(".")[1:]) for folder in self.folders]
         return [path for path in paths if os.path.isdir(path)]
 
     def attribute(self, module: str, name: str) -> Any:
         """The attribute `name` of the other apex's `module`.  Raises `AttributeError`."""
-        if name.startswith("__"):  # Python asks for these by itself
+        if name.startswith("__"):  # Python itself looks these up
             raise AttributeError(name)
         if module not in self._modules:
             self._load(module)
@@ -123,7 +123,7 @@ class OtherModules:
         return getattr(other, name)
 
     def _load(self, name: str) -> None:
-        """Run the other apex's module; ours stays in `sys.modules`."""
+        """Run the other apex's module.  `sys.modules` keeps ampatch's."""
         parent = name.rpartition(".")[0]
         folders = self.path(parent) if parent else list(map(os.path.dirname, self.folders))
         spec = PathFinder.find_spec(name, folders)
@@ -131,8 +131,8 @@ class OtherModules:
             self._modules[name] = None
             return
         module = importlib.util.module_from_spec(spec)
-        self._modules[name] = module  # for `attribute`, which modules that it imports may need
+        self._modules[name] = module  # modules that it imports may look up its attributes
         try:
             spec.loader.exec_module(module)
-        except ImportError as error:  # hasattr() must get an answer
+        except ImportError as error:  # so that hasattr() returns False
             raise AttributeError(f"{spec.origin} cannot be imported: {error}") from error

@@ -66,17 +66,17 @@ REPLACEMENTS = {
     "mlp_cuda": "use apex.mlp.MLP, or torch.nn.functional.linear",
     "syncbn": "use apex.parallel.SyncBatchNorm, or torch.nn.SyncBatchNorm",
 }
-"""What to use instead of names that begin with a key."""
+"""Maps the beginning of a name to what a script should use instead."""
 
 
 def replacement(name: str) -> str | None:
-    """What to use instead of `name` (dotted), or of its package; None if unknown."""
-    known = [start for start in REPLACEMENTS if name.startswith(start)]
-    return REPLACEMENTS[max(known, key=len)] if known else None
+    """What to use instead of `name` (dotted) or of its package, or None if unknown."""
+    prefixes = [prefix for prefix in REPLACEMENTS if name.startswith(prefix)]
+    return REPLACEMENTS[max(prefixes, key=len)] if prefixes else None
 
 
 def build(contents: Mapping[str, Any], others: OtherModules) -> dict[str, ModuleType]:
-    """A module for each name, with the public names of its source; `others` has further ones."""
+    """Make a module for each name, with the public names of its source and of the other apex."""
     modules: dict[str, ModuleType] = {}
     for name, source in sorted(contents.items()):  # a package before its modules
         spec = importlib.machinery.ModuleSpec(name, Loader(), origin="ampatch", is_package=True)
@@ -89,7 +89,7 @@ def build(contents: Mapping[str, Any], others: OtherModules) -> dict[str, Module
             __package__=name,
             __path__=others.path(name),
             __all__=[key for key in public if not key.startswith("_")],
-            __getattr__=_unknown(name, others),
+            __getattr__=_module_getattr(name, others),
         )
         modules[name] = module
         parent, _, child = name.rpartition(".")
@@ -99,8 +99,8 @@ def build(contents: Mapping[str, Any], others: OtherModules) -> dict[str, Module
     return modules
 
 
-def _unknown(module: str, others: OtherModules) -> Callable[[str], Any]:
-    """The module's `__getattr__`: what `others` has, or an error that says what to use."""
+def _module_getattr(module: str, others: OtherModules) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: asks the other apex, else raises an error with a remedy."""
 
     def lookup(name: str) -> Any:
         try:
@@ -117,25 +117,25 @@ def _unknown(module: str, others: OtherModules) -> Callable[[str], Any]:
 
 
 class Loader:
-    """Does nothing: the modules are complete before they are imported."""
+    """A loader that does nothing: the modules are complete before they are imported."""
 
     def create_module(self, spec: Any) -> None:
-        """Python's default module."""
+        """Return None, for Python's default module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run; `importlib.reload` calls this."""
+        """Do nothing.  `importlib.reload` calls this."""
 
 
 def _refuse(name: str) -> None:
-    """Raise `ImportError` if it is known what to use instead, but not for `importlib.util`."""
+    """Raise `ImportError` if there is a replacement, unless `importlib.util` only looks for it."""
     hint, caller = replacement(name), sys._getframe(2).f_back
-    asks = caller is not None and caller.f_globals.get("__name__") == "importlib.util"
-    if hint is not None and not asks:
+    only_looks = caller is not None and caller.f_globals.get("__name__") == "importlib.util"
+    if hint is not None and not only_looks:
         raise ImportError(f"{name} is not part of ampatch's apex; {hint}.", name=name)
 
 
 class Refusals:
-    """The last finder: the error for these modules, which no other finder has found."""
+    """The last finder.  Raises the error for these modules if no other finder has found them."""
 
     def __init__(self, names: Container[str]) -> None:
         self._names = names
@@ -146,8 +146,8 @@ class Refusals:
             _refuse(name)
 
 
-class Finder:
-    """Finds ampatch's apex modules and their version; errors for others say what to use."""
+class ApexFinder:
+    """Finds ampatch's apex modules and version; a missing module is an error with a remedy."""
 
     def __init__(
         self, modules: dict[str, ModuleType], hidden: dict[str, ModuleType], others: OtherModules,
@@ -172,6 +172,6 @@ class Finder:
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """For `importlib.metadata`."""
+        """Yield the distribution of "apex"; called by `importlib.metadata`."""
         if getattr(context, "name", None) in (None, "apex"):
             yield importlib.metadata.Distribution.at(_METADATA)

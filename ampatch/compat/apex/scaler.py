@@ -12,7 +12,7 @@ from torch import Tensor
 from ampatch import AmpatchError
 
 from ...config.scale_settings import ScaleSettings
-from ...session import facade as engine
+from ...session import facade
 from .amp_c import multi_tensor_scale
 
 __all__ = ["LossScaler"]
@@ -21,7 +21,7 @@ _PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_l
 
 
 def _setting(name: str, default: Any, convert: Callable) -> Any:
-    """A property: a setting of a dynamic scaler; of a static one always `default`."""
+    """A property for a setting of a dynamic scaler.  On a static one it is always `default`."""
 
     def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
@@ -32,12 +32,12 @@ def _setting(name: str, default: Any, convert: Callable) -> Any:
 
 
 class LossScaler:
-    """A loss scale under apex's names: its own, or (`of`) that of a session.
+    """A loss scale under apex's names: its own, or (`of`) the scale of a session.
 
-    After blocks with `delay_overflow_check=True` a script calls `update_scale()`.  That call alone
-    moves the scale, and the next step ignores the overflow of these blocks.  It reads the script's
-    `_overflow_buf` (int, not 0 for an overflow) if the script has set one, else the flags of blocks
-    and of `unscale`.  A script may replace `update_scale` too: see `amp.scale_loss`.
+    After blocks with `delay_overflow_check=True` a script calls `update_scale()`.  Only that call
+    updates the scale, and the next step ignores the overflow of these blocks.  The call reads the
+    script's `_overflow_buf` (int, not 0 for an overflow) if the script has set one, else the flags
+    of blocks and of `unscale`.  A script may replace `update_scale` too: see `amp.scale_loss`.
 
     Args:
         loss_scale: a number, or "dynamic".
@@ -60,22 +60,22 @@ class LossScaler:
         rule |= {"init_scale": init_scale, "max_loss_scale": max_loss_scale}
         if min_loss_scale is not None:
             rule["min_loss_scale"] = min_loss_scale
-        self._begin(engine.make_scaler(loss_scale, growth_interval=scale_window, **rule))
+        self._bind(facade.make_scaler(loss_scale, growth_interval=scale_window, **rule))
 
     @classmethod
-    def of(cls, scaler: engine.Scaler, session: engine.Session) -> LossScaler:
+    def of(cls, scaler: facade.Scaler, session: facade.Session) -> LossScaler:
         """The scaler of a session."""
         new = cls.__new__(cls)
-        new._begin(scaler, weakref.ref(session))
+        new._bind(scaler, weakref.ref(session))
         return new
 
-    def _begin(self, scaler: Any, session: Callable[[], Any] = lambda: None) -> None:
+    def _bind(self, scaler: Any, session: Callable[[], Any] = lambda: None) -> None:
         self._scaler = scaler
         self._session = session
         self._own_buffer: Tensor | None = None
         self._script_buffer: Tensor | None = None  # set by the script
-        self._overflow_set = False  # by the script, or by `update_scale`
-        self._clean_steps = (0, -1)  # what the script has set, and the scale's generation then
+        self._overflow_set = False  # set by the script or by `update_scale`
+        self._clean_steps = (0, -1)  # the script's `_unskipped`; the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
@@ -84,7 +84,7 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
-        factor = state.get("scale_factor", 2.0)  # which apex has not
+        factor = state.get("scale_factor", 2.0)  # apex's pickles have no scale_factor
         loss_scale = "dynamic" if state["dynamic"] else scale
         LossScaler.__init__(self, loss_scale, scale, factor, window, *limits)
         if self.dynamic:
@@ -93,7 +93,7 @@ class LossScaler:
     # The scale
 
     def loss_scale(self) -> float:
-        """The scale.  Waits for the device."""
+        """The scale.  Synchronizes with the device."""
         return self._scaler.get()
 
     @property
@@ -153,7 +153,7 @@ class LossScaler:
         return self.dynamic and self._scaler.has_overflow()
 
     def begin_block(self) -> None:
-        """A `scale_loss` block begins: as in apex, earlier overflow is forgotten."""
+        """Forget earlier overflow at the start of a `scale_loss` block, as apex does."""
         self._overflow_set = False
         for buffer in (self._own_buffer, self._script_buffer):
             if buffer is not None:
@@ -165,7 +165,7 @@ class LossScaler:
         self._has_overflow = False
 
     def update_scale(self) -> bool:
-        """Update the scale after one step; returns whether the script is to skip it.  Waits."""
+        """Update the scale after one step; returns whether to skip that step.  Synchronizes."""
         if not self.dynamic:
             return False
         self._overflow_set = self._has_overflow or bool(self._overflow_buf.item())
@@ -173,20 +173,25 @@ class LossScaler:
             self._scaler.was_updated_by_step = False
             return self._overflow_set
         if (session := self._session()) is not None:
-            engine.drop_pending_updates(session, self._scaler)
+            facade.drop_pending_updates(session, self._scaler)
         self._scaler.update([self._overflow_set])
         return self._overflow_set
 
-    def decide(self, optimizers: Sequence[Any]) -> None:
+    @property
+    def is_update_replaced(self) -> bool:
+        """Whether the script has replaced `update_scale`."""
+        return getattr(self.update_scale, "__func__", None) is not ORIGINAL_UPDATE_SCALE
+
+    def call_replaced_update_scale(self, optimizers: Sequence[Any]) -> None:
         """Call the script's own `update_scale`, and skip the next step if it returns True."""
         session: Any = self._session()
-        engine.drop_pending_updates(session, self._scaler)
+        facade.drop_pending_updates(session, self._scaler)
         if self.update_scale():
             for managed in session.optimizers:
                 if any(managed.optimizer is optimizer for optimizer in optimizers):
                     managed.gradients.keep_flag(True, self._scaler)
         if self.dynamic:
-            self._scaler.update([])  # the script has moved the scale
+            self._scaler.update([])  # only counts the step: the script has updated the scale
 
     def unscale(
         self,
@@ -196,7 +201,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale into `master_grads`; not after an overflow."""
+        """Set `master_grads` to `model_grads` divided by the scale, except after an overflow."""
         scale = self.loss_scale() if scale_override is None else scale_override
         is_done = scale == 1.0 and models_are_masters and not self.dynamic
         if not (is_done or self._has_overflow):
@@ -211,4 +216,4 @@ class LossScaler:
         )
 
 
-UPDATE_SCALE = LossScaler.update_scale  # before a script has replaced it
+ORIGINAL_UPDATE_SCALE = LossScaler.update_scale  # which a script may replace

@@ -17,7 +17,7 @@ from torch import Tensor
 from ampatch import master_params
 from ampatch.torch_private.modules import BATCH_NORMS
 
-from ...session import facade as engine
+from ...session import facade
 from .scaler import LossScaler
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
@@ -37,7 +37,7 @@ class AmpState:
             print(message)
 
     def warn_or_err(self, message: str) -> None:
-        """Raise `RuntimeError`; print the message instead where `hard_override` is set."""
+        """Raise `RuntimeError`, or print the message if `hard_override` is set."""
         if not self.hard_override:
             raise RuntimeError(message)
         print(f"Warning: {message}")
@@ -57,43 +57,43 @@ class AmpState:
         """The handle; its `_deactivate()` removes the patches of torch's functions."""
         return handle_of(self._session("handle"))
 
-    def _session(self, name: str) -> engine.Session:
-        """The newest session of `initialize`; of `init` where there is no other."""
-        sessions = engine.open_sessions()
+    def _session(self, name: str) -> facade.Session:
+        """The newest session of `initialize`, or of `init` if there is no other."""
+        sessions = facade.open_sessions()
         if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
         return ([session for session in sessions if session.handle is None] or sessions)[-1]
 
 
-_ended: weakref.WeakSet[engine.Session] = weakref.WeakSet()  # a `_deactivate()` came after them
+_open_at_deactivate: weakref.WeakSet[facade.Session] = weakref.WeakSet()  # of any handle
 
 
-def scaling_sessions() -> list[engine.Session]:
+def scaling_sessions() -> list[facade.Session]:
     """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
-    sessions = engine.scaling_sessions()[::-1]
+    sessions = facade.scaling_sessions()[::-1]
     sessions = [s for s in sessions if s.handle is None or s.optimizers] or sessions
-    return [s for s in sessions if s is sessions[0] or s not in _ended]
+    return [s for s in sessions if s is sessions[0] or s not in _open_at_deactivate]
 
 
-_scalers: weakref.WeakKeyDictionary[engine.Session, dict[int, LossScaler]]
+_scalers: weakref.WeakKeyDictionary[facade.Session, dict[int, LossScaler]]
 _scalers = weakref.WeakKeyDictionary()
 
 
-def scalers_of(session: engine.Session) -> list[LossScaler]:
+def scalers_of(session: facade.Session) -> list[LossScaler]:
     """The scalers of a session as scripts see them: the same objects each time."""
-    known = _scalers.setdefault(session, {})
-    for loss_id in range(len(known), len(session.scalers)):
-        known[loss_id] = LossScaler.of(session.scalers[loss_id], session)
-    return list(known.values())
+    existing = _scalers.setdefault(session, {})
+    for loss_id in range(len(existing), len(session.scalers)):
+        existing[loss_id] = LossScaler.of(session.scalers[loss_id], session)
+    return list(existing.values())
 
 
-def scaler_in_use(session: engine.Session | None, loss_id: int) -> LossScaler | None:
-    """A scaler of a session, if a script has asked for them."""
+def scaler_in_use(session: facade.Session | None, loss_id: int) -> LossScaler | None:
+    """The `LossScaler` of a loss, or None if the script has not read `loss_scalers`."""
     return None if session is None else _scalers.get(session, {}).get(loss_id)
 
 
 class Properties:
-    """The settings of `initialize`, as attributes and as the dict `options`; apex's defaults."""
+    """The settings of `initialize`, or apex's defaults, as attributes and as a dict `options`."""
 
     def __init__(self, properties: Any = None) -> None:
         self._properties = _DEFAULTS if properties is None else properties
@@ -118,7 +118,7 @@ _DEFAULTS = SimpleNamespace(
 class SessionHandle:
     """The handle of a session that `initialize` opened."""
 
-    def __init__(self, session: engine.Session) -> None:
+    def __init__(self, session: facade.Session) -> None:
         self._session = session
 
     @property
@@ -133,14 +133,14 @@ class SessionHandle:
     def _deactivate(self) -> None:
         """As in apex: torch's functions are restored; models and loss scales stay."""
         self._session.stop_casting()
-        _ended.update(engine.open_sessions())
+        _open_at_deactivate.update(facade.open_sessions())
 
     def _clear_cache(self) -> None:
         self._session.drop_copies()
 
 
-def handle_of(session: engine.Session) -> Any:
-    """The handle of a session: that of `init`, if that opened it."""
+def handle_of(session: facade.Session) -> Any:
+    """The handle of a session: what `init` returned, if `init` opened the session."""
     return session.handle or SessionHandle(session)
 
 
@@ -153,7 +153,7 @@ class Stash:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.lazy_init_called = False
-        self.has_stepped = False  # and no block has begun since
+        self.has_stepped = False  # since the last block began
 
     all_fp16_params = all_fp32_from_fp16_params = property(lambda self: [])
 
@@ -163,12 +163,12 @@ class Stash:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def begin_block(self) -> None:
-        """A `scale_loss` block begins: at O2 drop gradients that a step has used, as in apex.
+        """At the start of an O2 `scale_loss` block, drop the gradients that a step has used.
 
-        There each step dropped the gradients of masters, and the next block those of the model's
-        half weights.  Gradients of FP32 weights, as of BatchNorm, accumulate.
+        In apex each step dropped the gradients of the master weights, and the next block dropped
+        the gradients of the half weights.  Gradients of FP32 weights (of BatchNorm) accumulate.
         """
-        session = engine.session_of(self._optimizer) if self.has_stepped else None
+        session = facade.session_of(self._optimizer) if self.has_stepped else None
         self.has_stepped = False
         used = [param for param in self.all_fp32_from_fp32_params if param.grad is not None]
         if session is None or not session.properties.uses_half_copies or not used:
@@ -176,9 +176,9 @@ class Stash:
         kept = BATCH_NORMS if session.properties.keep_batchnorm_fp32 else ()
         modules = [m for managed in session.models for m in managed.model.modules()]
         params = [m.parameters(recurse=False) for m in modules if not isinstance(m, kept)]
-        was_half = set(map(id, chain.from_iterable(params)))
+        half_in_apex = set(map(id, chain.from_iterable(params)))
         for param in used:
-            if id(param) in was_half:
+            if id(param) in half_in_apex:
                 param.grad = None
 
 

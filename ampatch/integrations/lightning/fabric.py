@@ -28,16 +28,16 @@ class AmpatchFabricPrecision(Plugin, *(package.fabric.plugins.Precision for pack
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Manage a module; its optimizers come when Fabric has set them up."""
+        """Manage a module.  `set_up` adds its optimizers."""
         self._ampatch.open(module)
         return module
 
     def teardown(self) -> None:
-        """Modules and optimizers are plain again."""
+        """Release the modules and the optimizers."""
         self._ampatch.close()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """`backward` of the scaled loss; the gradients are unscaled after it."""
+        """Run `backward` of the scaled loss, then unscale the gradients."""
         with self._ampatch.scaled(tensor) as scaled:
             scaled.backward(*args, **kwargs)
 
@@ -56,6 +56,6 @@ def _setup(original: Callable, fabric: Any, args: tuple, kwargs: dict[str, Any])
     return results
 
 
-for _package in PACKAGES:  # Fabric calls its plugin for modules only, not for optimizers
+for _package in PACKAGES:  # Fabric does not call its plugin for optimizers
     for _name in ("setup", "setup_optimizers"):
         wrapt.wrap_function_wrapper(_package.fabric.Fabric, _name, _setup)

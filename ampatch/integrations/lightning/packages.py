@@ -1,8 +1,8 @@
-"""Lightning's packages that are installed, their base classes, and what both plugins share.
+"""The installed packages of Lightning, and the base class of both plugins.
 
 `lightning` and `pytorch_lightning` are the same code under two names, with separate classes: each
-Trainer takes plugins of its own package only.  A class that derives from the bases of both works
-with either.
+Trainer takes plugins of its own package only.  A class that derives from the base classes of both
+packages works with either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ampatch
 
-from ..managed import IntegrationSession, checked
+from ..integration_session import IntegrationSession, check_settings
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +51,9 @@ PACKAGES = installed()
 
 
 class Plugin:
-    """A precision plugin's settings, session and loss scales; stands before its base class."""
+    """Mixin of the precision plugins: their settings, session and loss scales."""
 
-    precision = "32-true"  # Lightning's name for the dtypes of models and optimizers seen outside
+    precision = "32-true"  # Lightning's name for FP32 models and optimizers
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Plugin:
     ) -> None:
         super().__init__()
         options = {"opt_level": opt_level, "dtype": dtype, **settings}
-        self._ampatch = IntegrationSession(checked(type(self).__name__, options))
+        self._ampatch = IntegrationSession(check_settings(type(self).__name__, options))
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self._ampatch.settings.items())

@@ -30,10 +30,10 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
     _module: Any = None  # the managed module
     _is_compiled = False
 
-    # Begin and end
+    # Start and end
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Manage the LightningModule; its optimizers come with `connect`."""
+        """Manage the LightningModule.  `connect` adds its optimizers."""
         packages = [
             package for package in PACKAGES if isinstance(module, package.trainer.LightningModule)
         ]
@@ -46,7 +46,7 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
         self._ampatch.close()
         self._ampatch.open(module)
         self._module = module
-        self._is_compiled = "training_step" in vars(module)  # made by torch.compile
+        self._is_compiled = "training_step" in vars(module)  # set by torch.compile
         return module
 
     def connect(
@@ -57,23 +57,23 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Module and optimizers are plain again; the loss scale stays, for another fit."""
+        """Release the module and the optimizers.  The loss scale stays for another fit."""
         self._module = None
         self._ampatch.close()
 
-    # Around one step
+    # One step
 
     def convert_input(self, data: Any) -> Any:
-        """The batch; in half for an O3 module whose `training_step` is compiled.
+        """The batch, cast to half if an O3 module has a compiled `training_step`.
 
-        Elsewhere each submodule casts its own inputs, so that targets stay unchanged.
+        In other cases each submodule casts its own inputs, and targets stay unchanged.
         """
         if self._is_compiled:
-            return apply_to_collection(data, Tensor, self._ampatch.as_weights)
+            return apply_to_collection(data, Tensor, self._ampatch.cast_to_weight_dtype)
         return data
 
     def train_step_context(self) -> AbstractContextManager[None]:
-        """Around `training_step`, whose own code, such as the loss, is outside the half model."""
+        """The context of `training_step`: its own code (the loss) is not in the half model."""
         if self._module is None:
             return nullcontext()
         return facade.in_step(self._module)
@@ -81,28 +81,27 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
     val_step_context = test_step_context = predict_step_context = train_step_context
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Hooks `on_before_backward`; they get the loss unscaled."""
+        """Call the hooks `on_before_backward` with the unscaled loss."""
         return self._precision_class.pre_backward(self, tensor, module)
 
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """`LightningModule.backward` of the scaled loss; the gradients are unscaled after it."""
+        """Run `LightningModule.backward` of the scaled loss, then unscale the gradients."""
         with self._ampatch.scaled(tensor) as scaled:
             model.backward(scaled, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Hooks `on_after_backward`."""
+        """Call the hooks `on_after_backward`."""
         return self._precision_class.post_backward(self, tensor, module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward, backward and clipping, which are in `closure`, and the optimizer's step.
+        """Run `closure` (forward, backward and clipping), and the optimizer's step.
 
         The closure runs first, then the step, as in Lightning's mixed precision.  LBFGS calls the
-        closure as often as it wants; so do optimizers that are not torch's, without a dynamic loss
-        scale.
+        closure itself.  So do optimizers that are not torch's, if the loss scale is static.
         """
         optimizer_calls_closure = isinstance(optimizer, LBFGS) or not (
             facade.evaluates_first(optimizer) or self._ampatch.looks_for_overflow()
@@ -126,5 +125,5 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
 def _has_trainer(module: Any) -> bool:
     try:
         return module.trainer is not None
-    except RuntimeError:  # Lightning's own, of a module without one
+    except RuntimeError:  # which Lightning raises for a module without a trainer
         return False

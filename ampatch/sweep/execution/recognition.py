@@ -45,7 +45,7 @@ class Recognition:
         ampatch.observe(self)
         ampatch.observe(self._recorder)
         self._plain.start()
-        framework_patches.leave_precision_out(self._off.record)
+        framework_patches.ignore_precision(self._off.record)
         framework_patches.wrap_backward(self._plain.framework_backward)
 
     def on_initialize(self, properties: Any) -> None:

@@ -39,14 +39,14 @@ class tofp16(nn.Module):  # apex's name
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
     """Convert batch norms that have weights to FP32, in place."""
-    for part in module.modules():
-        if _keeps_float(part):
-            part.float()
+    for submodule in module.modules():
+        if _stays_fp32(submodule):
+            submodule.float()
     return module
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """The network in FP16, batch norms in FP32, behind a layer that converts its input.
+    """Convert a network to FP16, batch norms to FP32, and put a layer that casts its input first.
 
     The network itself is converted, and is item 1 of the `nn.Sequential` returned.
     """
@@ -66,9 +66,9 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a network in place, all but batch norms that have weights."""
+    """Convert a network in place, except batch norms that have weights."""
     for module in network.modules():
-        if _keeps_float(module):
+        if _stays_fp32(module):
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
@@ -76,7 +76,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-def _keeps_float(module: nn.Module) -> bool:
+def _stays_fp32(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORMS) and module.affine
 
 
@@ -89,10 +89,10 @@ class FP16Model(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """The network's output, unchanged."""
-        return self.network(*(_half(value) for value in inputs))
+        return self.network(*(_to_half(value) for value in inputs))
 
 
-def _half(value: Any) -> Any:
+def _to_half(value: Any) -> Any:
     return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

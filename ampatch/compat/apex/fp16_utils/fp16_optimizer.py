@@ -19,11 +19,10 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 __all__ = ["FP16_Optimizer"]
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
-"""Attributes that a checkpoint has."""
+_IN_CHECKPOINTS = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 
 
-def _of_the_optimizer(name: str) -> Any:
+def _attribute_of_optimizer(name: str) -> Any:
     def set_value(wrapper: FP16_Optimizer, value: Any) -> None:
         setattr(wrapper.optimizer, name, value)
 
@@ -42,14 +41,14 @@ class FP16_Optimizer:  # apex's name
     `param_groups` hold the FP32 copies.  To accumulate gradients call
     `backward(loss, update_master_grads=False)`, and `update_master_grads()` before the step.
 
-    A dynamic scale moves in `backward`, or in `update_master_grads`, as in apex's last version.
-    After an overflow `overflow` is set until the next check, the FP32 copies have gradients that
-    are not finite, and `step` does nothing: a loop may call it or not.
+    `backward` and `update_master_grads` update a dynamic scale, as in apex's last version.  After
+    an overflow `overflow` is set until the next check, the FP32 copies have gradients that are not
+    finite, and `step` does nothing, so that a loop may call it or not.
 
     Args:
         init_optimizer: a `torch.optim.Optimizer`.
         static_loss_scale: the loss scale; ignored with `dynamic_loss_scale`.
-        dynamic_loss_scale: start at 2**16 and look for overflow.
+        dynamic_loss_scale: start at 2**16 and check for overflow.
         dynamic_loss_args: arguments of `apex.amp.scaler.LossScaler`, such as `init_scale`.
         verbose: print skipped steps.
     """
@@ -64,12 +63,12 @@ class FP16_Optimizer:  # apex's name
         if dynamic_loss_scale:
             self.loss_scaler = scaler.LossScaler("dynamic", **(dynamic_loss_args or {}))
         else:
-            what = f"FP16_Optimizer(static_loss_scale={static_loss_scale!r})"
+            call = f"FP16_Optimizer(static_loss_scale={static_loss_scale!r})"
             expected = "a positive number, or dynamic_loss_scale=True"
-            scale = positive_number(what, static_loss_scale, expected, or_text=True)
+            scale = positive_number(call, static_loss_scale, expected, or_text=True)
             self.loss_scaler = scaler.LossScaler(scale)
         self.overflow = False
-        self.first_closure_call_this_step = True  # checkpoints have it
+        self.first_closure_call_this_step = True  # part of checkpoints
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -86,7 +85,7 @@ class FP16_Optimizer:  # apex's name
             master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
             group["params"][index] = master
             if param in self.optimizer.state:
-                self.optimizer.state[master] = _floats(self.optimizer.state.pop(param))
+                self.optimizer.state[master] = _to_fp32(self.optimizer.state.pop(param))
             halves.append(param)
             masters.append(master)
         self.fp16_groups.append(halves)
@@ -94,7 +93,7 @@ class FP16_Optimizer:  # apex's name
         self.fp32_from_fp32_groups.append(floats)
 
     def add_param_group(self, group: dict) -> None:
-        """As in the optimizer; the new half parameters get FP32 copies too."""
+        """Like the optimizer's; the new half parameters get FP32 copies too."""
         self.optimizer.add_param_group(group)
         self._split(self.optimizer.param_groups[-1])
 
@@ -109,13 +108,13 @@ class FP16_Optimizer:  # apex's name
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Backward of the scaled loss, then `update_master_grads()` unless it is switched off."""
+        """Run backward of the scaled loss, then `update_master_grads()` if the argument is True."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Copy the model's gradients to the FP32 copies, unscale them, and move the scale."""
+        """Copy the model's gradients to the FP32 copies, unscale them, and update the scale."""
         self.loss_scaler.clear_overflow_state()
         for half, master in self._pairs():
             master.grad = None if half.grad is None else half.grad.detach().float().clone()
@@ -124,19 +123,19 @@ class FP16_Optimizer:  # apex's name
         self.overflow = self.loss_scaler.update_scale()
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """FP32 gradients, group by group; None for those not there.  None after an overflow."""
+        """The FP32 gradients (or None) group by group.  None after an overflow."""
         grads = [[param.grad for param in group["params"]] for group in self.param_groups]
         detached = [[None if g is None else g.detach() for g in group] for group in grads]
         return None if self.overflow else detached
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the FP32 gradients; returns their norm before, or -1 after an overflow."""
+        """Clip the FP32 gradients.  Returns the norm before clipping, or -1 after an overflow."""
         if self.overflow:
             return -1
         return clip_grad_norm_(self._masters(), max_norm, norm_type)
 
     def step(self, closure: Callable | None = None) -> None:
-        """The optimizer's step; skipped after an overflow.  Raises `AmpatchError` for a closure."""
+        """Take a step, except after an overflow.  Raises `AmpatchError` for a closure."""
         if closure is not None:
             raise AmpatchError(
                 "FP16_Optimizer.step(closure): closures are not supported. Use "
@@ -151,7 +150,7 @@ class FP16_Optimizer:  # apex's name
         elif self.verbose:
             print(f"Overflow, step skipped. The loss scale is {self.loss_scale} now.")
 
-    # Parts
+    # Parameters
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         halves, masters = chain(*self.fp16_groups), chain(*self.fp32_from_fp16_groups)
@@ -166,9 +165,9 @@ class FP16_Optimizer:  # apex's name
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's entries; `fp32_from_fp16` are the FP32 copies, group by group."""
+        """apex's entries.  `fp32_from_fp16` has the FP32 copies, group by group."""
         return {
-            **{name: getattr(self, name) for name in _KEPT},
+            **{name: getattr(self, name) for name in _IN_CHECKPOINTS},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
@@ -184,9 +183,9 @@ class FP16_Optimizer:  # apex's name
                 "same model and parameter groups."
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for name in _KEPT:
+        for name in _IN_CHECKPOINTS:
             setattr(self, name, state_dict[name])
-        self.loss_scaler = _newest_class(self.loss_scaler)
+        self.loss_scaler = _as_loss_scaler(self.loss_scaler)
         with torch.no_grad():
             for master, value in zip(chain(*masters), chain(*saved), strict=True):
                 master.copy_(value)
@@ -201,12 +200,12 @@ class FP16_Optimizer:  # apex's name
 
     cur_scale = loss_scale  # its name in apex.optimizers
 
-    state = _of_the_optimizer("state")
-    param_groups = _of_the_optimizer("param_groups")
+    state = _attribute_of_optimizer("state")
+    param_groups = _attribute_of_optimizer("param_groups")
 
 
-def _newest_class(saved: Any) -> scaler.LossScaler:
-    """A scaler from a checkpoint as apex's newest class; older ones: `fp16_utils.loss_scaler`."""
+def _as_loss_scaler(saved: Any) -> scaler.LossScaler:
+    """Convert a scaler from a checkpoint, if its class is in `fp16_utils.loss_scaler`."""
     if isinstance(saved, DynamicLossScaler):
         rule = saved.cur_scale, saved.scale_factor, saved.scale_window
         new = scaler.LossScaler("dynamic", *rule, max_loss_scale=max(saved.cur_scale, 2.0**32))
@@ -215,7 +214,7 @@ def _newest_class(saved: Any) -> scaler.LossScaler:
     return scaler.LossScaler(saved.cur_scale) if isinstance(saved, LossScaler) else saved
 
 
-def _floats(state: dict[str, Any]) -> dict[str, Any]:
+def _to_fp32(state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.float() if isinstance(value, Tensor) and value.dtype in _HALF_DTYPES else value
         for key, value in state.items()

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..amp_c import multi_tensor_adam
-from .common import Fused, refuse, steps_by_tensor, with_grads
+from .common import ApexOptimizer, copy_steps_to_params, refuse, with_grads
 
 __all__ = ["FusedAdam"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FusedAdam(Fused, torch.optim.Adam):
-    """Adam with decoupled weight decay, as `torch.optim.AdamW`, unless `adam_w_mode=False`.
+class FusedAdam(ApexOptimizer, torch.optim.Adam):
+    """Adam with decoupled weight decay, like `torch.optim.AdamW`, unless `adam_w_mode=False`.
 
     The default weight decay is apex's 0.  With `bias_correction=False` (an option
     of parameter groups too) the moments are not corrected.  `capturable` and
@@ -27,7 +27,7 @@ class FusedAdam(Fused, torch.optim.Adam):
     this norm before it uses them.  `step(grads=...)` of that version is refused.
     """
 
-    multi_tensor_adam = staticmethod(multi_tensor_adam)  # classes derived from this one call it
+    multi_tensor_adam = staticmethod(multi_tensor_adam)  # subclasses call it
 
     def __init__(
         self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
@@ -51,32 +51,32 @@ class FusedAdam(Fused, torch.optim.Adam):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """For scripts that pass it to `multi_tensor_adam`, which ignores it."""
+        """An argument for `multi_tensor_adam`, which ignores it."""
         return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `bias_correction` may differ from group to group."""
+        """Like torch's.  `bias_correction` may differ from group to group."""
         super().add_param_group(param_group)
         self._update_kernel_support()
 
     def _update_kernel_support(self) -> None:
-        """Only torch's fused kernels read `found_inf`; the code in this class does not.
+        """Let the step get scaled gradients only if torch's fused kernel does it.
 
-        Clipping by `max_grad_norm` also needs unscaled gradients.
+        The code in this class does not read `found_inf`, and clips unscaled gradients only.
         """
-        if not self._is_plain() or getattr(self, "max_grad_norm", 0.0) > 0:
+        if not self._is_torch_adam() or getattr(self, "max_grad_norm", 0.0) > 0:
             self._step_supports_amp_scaling = False
 
-    def _is_plain(self) -> bool:
-        """Whether torch's own step does everything that the options ask for."""
+    def _is_torch_adam(self) -> bool:
+        """Whether torch's own step supports the options of all groups."""
         return all(group.get("bias_correction", True) for group in self.param_groups)
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        steps_by_tensor(group, state)
+        copy_steps_to_params(group, state)
 
-    def step(self, closure: Callable | None = None, **of_first_version: Any) -> Any:
-        """One step; returns what the closure returns."""
-        for name, value in of_first_version.items():
+    def step(self, closure: Callable | None = None, **old_arguments: Any) -> Any:
+        """Take one step.  Returns what the closure returns."""
+        for name, value in old_arguments.items():
             if value is not None and value != 1.0:
                 instead = "scale_loss, which unscales, and step() alone"
                 refuse("FusedAdam.step", f"{name}=...", instead)
@@ -88,7 +88,7 @@ class FusedAdam(Fused, torch.optim.Adam):
             if limit > 0:
                 torch.nn.utils.clip_grad_norm_(group["params"], limit)
         step = torch.optim.Adam.step
-        if self._is_plain():
+        if self._is_torch_adam():
             self._step_of_torch(step, decouples_decay=False)
             return
         groups = self.param_groups

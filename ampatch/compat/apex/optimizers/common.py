@@ -19,15 +19,15 @@ REFUSED = {
 """What to use instead of arguments that are not available."""
 
 
-class Fused:
+class ApexOptimizer:
     """apex's `step(closure)`, `zero_grad` and checkpoints for an optimizer of torch.
 
     A mixin, in front of a `torch.optim.Optimizer` among the bases: torch's optimizers take
     these methods from their class.  A subclass implements one step on the present gradients
     in `_update`.
 
-    `may_fuse`: torch's fused kernels do the step where they can.  `refused` are apex's arguments
-    that are not available, with the values that were given.  `options` go to torch's class.
+    With `may_fuse` torch's fused kernels take the step if they support the parameters.  `refused`
+    has the values of apex's arguments that are not available.  `options` go to torch's class.
     """
 
     def __init__(
@@ -42,31 +42,31 @@ class Fused:
         for name, value in (refused or {}).items():
             if value:
                 refuse(type(self).__name__, f"{name}={value}", REFUSED[name])
-        params = listed(params)
+        params = list_params(params)
         if may_fuse:
             options["fused"] = can_be_fused(params) or None
         self.set_grad_none = set_grad_none
         super().__init__(params, **options)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or zero them where `set_grad_none=False` was given."""
+        """Drop the gradients, or zero them with `set_grad_none=False`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's.  Takes apex's too: options it did not save keep their present values."""
+        """Like torch's.  Takes apex's state too: options that apex did not save stay unchanged."""
         state = {key: dict(entry) for key, entry in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
-        for group, mine in zip(groups, self.param_groups, strict=False):
+        for group, current in zip(groups, self.param_groups, strict=False):
             self._from_apex(group, state)
-            for name, value in mine.items():
+            for name, value in current.items():
                 group.setdefault(name, value)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """Bring a group of a checkpoint, and its parameters' state, from apex's form to torch's."""
+        """Change a group of a checkpoint, and its parameters' state, to torch's layout."""
 
     def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
+        """Take one step.  Returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,11 +76,12 @@ class Fused:
         return loss
 
     def _update(self) -> None:
+        """Take one step on the present gradients."""
         raise NotImplementedError
 
     def _step_of_torch(self, step: Callable, decouples_decay: bool) -> None:
-        """Run the `step` of torch's class; `decouples_decay`: weight decay is no gradient."""
-        # The wrapper by which torch runs step hooks is around the `step` of this class too.
+        """Run the `step` of torch's class.  `decouples_decay`: decay the weights, as AdamW does."""
+        # torch's wrapper that runs step hooks is around the `step` of this class already.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
@@ -96,8 +97,8 @@ class Fused:
                 group["weight_decay"] = decay
 
 
-def steps_by_tensor(group: dict[str, Any], state: dict[Any, dict]) -> None:
-    """Give each parameter the step count of its group, as in torch; apex has one for the group."""
+def copy_steps_to_params(group: dict[str, Any], state: dict[Any, dict]) -> None:
+    """Copy the step count of a group, where apex keeps it, to its parameters, as torch does."""
     step = group.get("step", 0)
     for key in group["params"]:
         if key in state:
@@ -114,8 +115,8 @@ def refuse(name: str, argument: str, instead: str) -> NoReturn:
     raise RuntimeError(f"apex.optimizers.{name}({argument}): not available. Use {instead}.")
 
 
-def listed(params: Any) -> list:
-    """Parameters or groups in a list; generators in groups are read once, for two uses."""
+def list_params(params: Any) -> list:
+    """A list of parameters or groups.  Generators become lists, as they are read twice."""
     if isinstance(params, Tensor):
         raise TypeError("params: expected an iterable of tensors or dicts, got one tensor.")
     return [
@@ -129,6 +130,6 @@ def _in_group(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def can_be_fused(params: list) -> bool:
-    """Whether torch's fused kernels can work on all of `listed` parameters."""
+    """Whether torch's fused kernels support all parameters in a list of `list_params`."""
     groups = (entry["params"] if isinstance(entry, dict) else [entry] for entry in params)
     return have_fused_optimizers(chain.from_iterable(groups))

@@ -10,19 +10,19 @@ from torch import Tensor
 from ampatch.config.opt_levels import HALF_DTYPES
 from ampatch.torch_private import foreach
 
-from .common import Fused, refuse, with_grads
+from .common import ApexOptimizer, refuse, with_grads
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
 
-class FusedLAMB(Fused, torch.optim.Optimizer):
+class FusedLAMB(ApexOptimizer, torch.optim.Optimizer):
     """Adam with each tensor's update scaled to the norm of the tensor, times the learning rate.
 
     Args:
         params: parameters or groups.
-        lr, betas, eps, bias_correction: as Adam's.
+        lr, betas, eps, bias_correction: as in Adam.
         weight_decay: added to the update (`adam_w_mode=True`), or to the gradient.
-        grad_averaging: whether new gradients enter the first moment times 1 - beta1, or whole.
+        grad_averaging: whether the first moment gets new gradients times 1 - beta1, or times 1.
         max_grad_norm: all gradients together are clipped to this norm; 0 turns it off.
         use_nvlamb: rescale tensors without weight decay too.
     """
@@ -88,15 +88,15 @@ class FusedLAMB(Fused, torch.optim.Optimizer):
 
 
 def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
-    """|param| / |update|, or 1 where one of them is zero.  Stays on the device."""
+    """|param| / |update|, or 1 if one of them is zero.  Does not synchronize with the device."""
     size, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
     return torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` of FP32 parameters, which may begin at a later `step`.
+    """`FusedLAMB` of FP32 parameters, with an initial step count `step`.
 
-    Half parameters, of which apex kept FP32 copies, are a `RuntimeError`, as is `grad_scaler`.
+    Raises `RuntimeError` for half parameters, of which apex kept FP32 copies.
     """
 
     def __init__(self, params: Any, lr: Any = 1e-3, step: int = 0, **options: Any) -> None:

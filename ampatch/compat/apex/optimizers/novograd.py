@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import Fused, refuse, with_grads
+from .common import ApexOptimizer, refuse, with_grads
 
 __all__ = ["FusedNovoGrad"]
 
 
-class FusedNovoGrad(Fused, torch.optim.Optimizer):
+class FusedNovoGrad(ApexOptimizer, torch.optim.Optimizer):
     """Adam with one second moment for each tensor: a running norm of its gradient.
 
     Args:
         params: parameters or groups.
-        lr, betas, eps, bias_correction: as Adam's.
+        lr, betas, eps, bias_correction: as in Adam.
         weight_decay: added to the update, or with `reg_inside_moment` before the first moment.
-        grad_averaging: whether new gradients enter the first moment times 1 - beta1, or whole.
+        grad_averaging: whether the first moment gets new gradients times 1 - beta1, or times 1.
         norm_type: 2, or 0 for the largest absolute value.
-        init_zero: start the running norm from 0 rather than from the first gradient's.
+        init_zero: start the running norm from 0, not from the norm of the first gradient.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         self.reg_inside_moment = reg_inside_moment
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        """apex keeps the running norms in the group: a tensor for half, one for FP32 parameters."""
+        """Move the running norms, which apex keeps in the group, one tensor per dtype."""
         norms = [norm for norm in group.pop("exp_avg_sq", []) if norm.numel()]
         if not norms:
             return
@@ -68,28 +68,28 @@ class FusedNovoGrad(Fused, torch.optim.Optimizer):
         norm = self._running_norm(param, group)
         divisor = norm / (1 - beta2**step) ** 0.5 if corrected else norm
         divisor = divisor + group["eps"]
-        share = 1 - beta1 if group["grad_averaging"] else 1.0
+        weight = 1 - beta1 if group["grad_averaging"] else 1.0
         first = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
         correction = 1 - beta1**step if corrected else 1.0
         if self.reg_inside_moment:
-            first.mul_(beta1).add_(param.grad / divisor + decay * param, alpha=share)
+            first.mul_(beta1).add_(param.grad / divisor + decay * param, alpha=weight)
             update = first / correction
         else:
-            first.mul_(beta1).add_(param.grad, alpha=share)
+            first.mul_(beta1).add_(param.grad, alpha=weight)
             update = first / correction / divisor + decay * param
         param.sub_(group["lr"] * update)
 
     def _running_norm(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the second moment: a norm, not its square."""
+        """Update and return the second moment, which is a norm, not its square."""
         infinite = group["norm_type"] == 0
         norm = torch.linalg.vector_norm(param.grad, float("inf") if infinite else 2)
         state, beta2 = self.state[param], group["betas"][1]
-        before = state.get("exp_avg_sq")
-        if before is None:
-            before = torch.zeros_like(norm) if group["init_zero"] else norm
+        previous = state.get("exp_avg_sq")
+        if previous is None:
+            previous = torch.zeros_like(norm) if group["init_zero"] else norm
         if infinite:
-            now = beta2 * before + (1 - beta2) * norm
+            updated = beta2 * previous + (1 - beta2) * norm
         else:
-            now = (beta2 * before.square() + (1 - beta2) * norm.square()).sqrt()
-        state["exp_avg_sq"] = now
-        return now
+            updated = (beta2 * previous.square() + (1 - beta2) * norm.square()).sqrt()
+        state["exp_avg_sq"] = updated
+        return updated

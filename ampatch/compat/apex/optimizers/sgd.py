@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .common import Fused, steps_by_tensor
+from .common import ApexOptimizer, copy_steps_to_params
 
 __all__ = ["FusedAdagrad", "FusedSGD"]
 
 
-class FusedSGD(Fused, torch.optim.SGD):
+class FusedSGD(ApexOptimizer, torch.optim.SGD):
     """`torch.optim.SGD`; with `wd_after_momentum` the weight decay stays out of the momentum.
 
     `materialize_master_grads` is accepted and changes nothing.
@@ -33,7 +33,7 @@ class FusedSGD(Fused, torch.optim.SGD):
         self._step_of_torch(torch.optim.SGD.step, self.wd_after_momentum)
 
 
-class FusedAdagrad(Fused, torch.optim.Adagrad):
+class FusedAdagrad(ApexOptimizer, torch.optim.Adagrad):
     """`torch.optim.Adagrad`; with `adagrad_w_mode` weight decay stays out of the gradients."""
 
     def __init__(
@@ -44,7 +44,7 @@ class FusedAdagrad(Fused, torch.optim.Adagrad):
         self.adagrad_w_mode = int(adagrad_w_mode)
 
     def _from_apex(self, group: dict[str, Any], state: dict[Any, dict]) -> None:
-        steps_by_tensor(group, state)
+        copy_steps_to_params(group, state)
 
     def _update(self) -> None:
         self._step_of_torch(torch.optim.Adagrad.step, bool(self.adagrad_w_mode))

@@ -1,6 +1,6 @@
 """DistributedDataParallel and Reducer."""
 
-# No `from __future__ import annotations`: torch compares those of a communication hook.
+# No `from __future__ import annotations`: torch compares the annotations of a communication hook.
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -24,23 +24,23 @@ __all__ = [
 _MESSAGE_SIZE = 10_000_000  # elements; apex's default
 
 _OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-_SENDS_BUFFERS = (
+_BROADCAST_BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 )
-"""torch's option to send buffers in each forward: newer ones warn of the older name."""
+"""torch's option to broadcast buffers in each forward.  Newer torch warns about the older name."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` with apex's arguments.
 
-    A forward sends no buffers: each rank keeps its own statistics of batch norms, and one rank may
-    validate while the others wait.
+    A forward does not broadcast buffers: each rank keeps its own statistics of batch norms, and one
+    rank may validate while the others wait.
 
     Args:
         module: the model, on its device.
-        message_size: elements in a bucket; torch's own choice unless given.
+        message_size: elements in a bucket; by default torch's own choice.
         delay_allreduce: allow parameters that a step does not use (`find_unused_parameters`).
-        gradient_average: divide by the number of ranks, or only add up.
+        gradient_average: divide the sum of gradients by the number of ranks.
         gradient_predivide_factor: without `gradient_average` the sum is divided by this.
         allreduce_always_fp32: accepted; gradients are FP32 at O0 to O2.
         allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
@@ -63,12 +63,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "apex.parallel.DistributedDataParallel(shared_param=...): not an option any more; "
                 "pass delay_allreduce=True for parameters shared between modules."
             )
-        options = {"find_unused_parameters": bool(delay_allreduce), _SENDS_BUFFERS: False}
+        options = {"find_unused_parameters": bool(delay_allreduce), _BROADCAST_BUFFERS: False}
         if message_size != _MESSAGE_SIZE:
             options["bucket_cap_mb"] = max(1, message_size * 4 // 2**20)
         super().__init__(module, **options)
         if not gradient_average:
-            self.register_comm_hook((self.process_group, gradient_predivide_factor), _add_up)
+            self.register_comm_hook((self.process_group, gradient_predivide_factor), _sum_gradients)
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again."""
@@ -79,8 +79,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
 
-def _add_up(how: tuple[Any, float], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    group, divisor = how
+def _sum_gradients(
+    state: tuple[Any, float], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    group, divisor = state
     future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0].div_(divisor))
 
@@ -110,9 +112,9 @@ class Reducer:
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable, extra_args: Iterable[Any] | None = None
 ) -> None:
-    """`call(flat, *extra_args)`, a collective, on all tensors of a dtype as one, in place.
+    """Run the collective `call(flat, *extra_args)` once for all tensors of a dtype, in place.
 
-    With `torch.distributed.all_reduce` they are averaged.
+    `torch.distributed.all_reduce` averages them.
     """
     by_type: dict[str, list[Tensor]] = {}
     for tensor in tensors:
@@ -128,7 +130,7 @@ def flat_dist_call(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The process group of this rank, of `group_size` neighbouring ranks; None for all (0).
+    """The group of this rank and its `group_size - 1` neighbours, or None for all ranks (0).
 
     Every rank must call it.  Raises `ValueError` if `group_size` does not divide the ranks.
     """

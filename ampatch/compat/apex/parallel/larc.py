@@ -14,11 +14,12 @@ class LARC:
     """An optimizer whose gradients are rescaled tensor by tensor before its step.
 
     The rate of a tensor is `trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`.  With
-    `clip` it is a bound for the optimizer's learning rate (LARC), without it a factor (LARS).
-    Weight decay is added to the gradient before.  A tensor, or a gradient, that is all zeros
-    is left as it is, and not decayed.
+    `clip` the rate limits the optimizer's learning rate (LARC), without `clip` it is a factor of it
+    (LARS).  Weight decay is added to the gradient first.  If a tensor or its gradient is all zeros,
+    the gradient stays unchanged and the tensor is not decayed.
 
-    No `torch.optim.Optimizer`: LR schedulers get `larc.optim`.  `amp.initialize` takes either.
+    LARC is no `torch.optim.Optimizer`: pass `larc.optim` to LR schedulers.  `amp.initialize` takes
+    both.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LARC:
         self.eps = eps
 
     def step(self, closure: Callable | None = None) -> Any:
-        """One step; returns what the closure returns."""
+        """Take one step.  Returns what the closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -56,10 +57,10 @@ class LARC:
             rate = self.trust_coefficient * size / (length + decay * size + self.eps)
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
-            moves = (size != 0) & (length != 0)  # stays on the device
-            param.grad.copy_(torch.where(moves, (grad + decay * param) * rate, grad))
+            is_rescaled = (size != 0) & (length != 0)  # on the device: no synchronization
+            param.grad.copy_(torch.where(is_rescaled, (grad + decay * param) * rate, grad))
 
-    # The optimizer's own
+    # Attributes of the optimizer
 
     @property
     def param_groups(self) -> list[dict]:
@@ -70,7 +71,7 @@ class LARC:
         self.optim.param_groups = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # a copy has none yet
+        if name == "optim":  # `copy` asks before it sets `optim`
             raise AttributeError(name)
         return getattr(self.optim, name)
 

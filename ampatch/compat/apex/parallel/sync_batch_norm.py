@@ -1,4 +1,4 @@
-"""SyncBatchNorm: torch's, and on the CPU, where torch has none, an implementation here."""
+"""SyncBatchNorm: torch's, with an implementation of our own on the CPU, where torch has none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model"]
 class SyncBatchNorm(BATCH_NORMS[0]):
     """`torch.nn.SyncBatchNorm` that also works on the CPU.
 
-    As in apex it does not derive from that class: DistributedDataParallel refuses any of these
-    in a model on the CPU.
+    It is no subclass, as in apex, because DistributedDataParallel refuses `nn.SyncBatchNorm` in
+    models on the CPU.
 
-    With `channel_last` the channels are the last dimension of the input, with
-    `fuse_relu` the output goes through a ReLU.
+    With `channel_last` the channels are the last dimension of the input.  With `fuse_relu` the
+    output goes through a ReLU.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SyncBatchNorm(BATCH_NORMS[0]):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalized over the ranks of the process group; `z` is added before the ReLU."""
+        """Normalize over the ranks of the process group; add `z` before the ReLU."""
         channels_first = input.movedim(-1, 1) if self.channel_last else input
         if channels_first.is_cpu and self._uses_ranks():
             output = self._normalized(channels_first)
@@ -50,7 +50,7 @@ class SyncBatchNorm(BATCH_NORMS[0]):
         return self.training and dist.is_available() and dist.is_initialized()
 
     def _normalized(self, input: Tensor) -> Tensor:
-        """In float64, which no casting touches; the output has the input's dtype."""
+        """Normalize in float64, which is never cast; the output has the dtype of the input."""
         from torch.distributed.nn.functional import all_reduce  # which imports much
 
         values, dims = input.double(), [0, *range(2, input.dim())]
@@ -73,9 +73,9 @@ class SyncBatchNorm(BATCH_NORMS[0]):
         if not self.track_running_stats:
             return
         self.num_batches_tracked.add_(1)
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
 
 for _name, _check in SYNC_BATCH_NORM_CHECKS.items():
@@ -85,10 +85,9 @@ for _name, _check in SYNC_BATCH_NORM_CHECKS.items():
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """The model with every BatchNorm replaced by a `SyncBatchNorm`, weights shared.
+    """Replace every BatchNorm of a model by a `SyncBatchNorm` with the same parameters.
 
-    Submodules are replaced in place; a module that is a BatchNorm itself is
-    replaced in what is returned.
+    Submodules are replaced in place.  Returns `module`, or its replacement if it is a BatchNorm.
     """
     converted = module
     if isinstance(module, BATCH_NORMS) and not isinstance(module, INSTANCE_NORMS):

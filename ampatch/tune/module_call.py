@@ -1,8 +1,8 @@
 """One call of a module, computed again on a copy, in FP32 and in the half dtype.
 
 The module, its inputs and the state of the random generators are copied before the call.  So the
-copy computes the same, and the training does not change.  The comparison is made after the backward
-pass, when the gradients of the call's outputs are known.
+copy computes the same values, and the training does not change.  The comparison is made after the
+backward pass, when the gradients of the call's outputs are known.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ampatch.session.facade import map_tensors, tensors_within
 from ampatch.sweep.execution.early_stops import lacks_memory
 from ampatch.torch_private.modules import backward_tables, forward_tables
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-Region = Callable[[], contextlib.AbstractContextManager[Any]]
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class RefusedInHalf(Exception):
@@ -38,7 +38,8 @@ class HalfMode:
     """How a level computes in half: with half weights and inputs, or by autocast (O1)."""
 
     dtype: torch.dtype
-    autocast: Region | None = None  # makes a region of torch.autocast; None: all is in half
+    # Makes a torch.autocast block; None if weights and inputs are half.
+    autocast: Autocast | None = None
     scale: float = 1.0  # the loss scale
 
     @property
@@ -47,12 +48,12 @@ class HalfMode:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CallErrors:
     """The errors of one call in half, against FP32.
 
     `output` and `gradient` are relative errors in the Euclidean norm: inf if half has an inf or NaN
-    that FP32 does not have, None without gradients.  `overflow` is the share of values that are inf
-    or NaN in half only, `vanish` of those that are 0 in half only.
+    that FP32 does not have.  `gradient` is None without gradients.  `overflow` is the fraction of
+    values that are inf or NaN in half only, `vanish` the fraction that are 0 in half only.
     """
 
     output: float
@@ -62,23 +63,25 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """The larger of the two errors."""
+        """The larger one of `output` and `gradient`."""
         return max(self.output, self.gradient or 0.0)
 
 
 class ModuleCall:
-    """One call of a module, recorded before it runs; later also the gradients of its outputs.
+    """One call of a module: its inputs, recorded before it runs, and the gradients of its outputs.
 
-    With `as_group` its submodules compute in half with it; otherwise they stay in FP32.  Raises
+    With `as_group` the submodules compute in half too; otherwise they compute in FP32.  Raises
     what `copy.deepcopy` raises for a module that cannot be copied.
     """
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, as_group: bool) -> None:
         self._as_group = as_group
         self._with_same_random_numbers = random_numbers_again()
-        self._copy = _plain_copy(module)
+        self._copy = _copy_without_hooks(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
-        self._inputs = copy.deepcopy(detached)  # other objects too: the call may change a cache
+        self._inputs = copy.deepcopy(
+            detached
+        )  # also objects such as a cache, which the call may change
         self._requires_grad = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 
@@ -94,18 +97,18 @@ class ModuleCall:
 
     @property
     def largest_gradient(self) -> float:
-        """The largest magnitude of the gradients; 0 without any."""
+        """The largest magnitude of the gradients, or 0 if there are none."""
         gradients = [g for g in self._gradients if g is not None and g.numel()]
         return max((float(g.abs().max()) for g in gradients), default=0.0)
 
-    def compare(self, half: HalfMode) -> Sample | None:
-        """The errors in half; None if the module only calls submodules.
+    def compare(self, half: HalfMode) -> CallErrors | None:
+        """The errors in half, or None if the module only calls submodules.
 
         Raises `RefusedInHalf`, and what the module raises if it does not run again in FP32 or the
         memory is too small.
         """
-        exact, calls = self._run(torch.float32, None, 1.0)
-        if not calls:
+        fp32, num_calls = self._run(torch.float32, None, 1.0)
+        if not num_calls:
             return None
         try:
             in_half = self._run_in_half(half)
@@ -113,44 +116,49 @@ class ModuleCall:
             if lacks_memory(describe(error)):
                 raise
             raise RefusedInHalf(str(error)) from error
-        values = _Difference(exact.outputs, in_half.outputs)
-        gradients = _Difference(exact.gradients, in_half.gradients)
-        both = _Difference(exact.outputs + exact.gradients, in_half.outputs + in_half.gradients)
-        return Sample(
+        values = _HalfErrors(fp32.outputs, in_half.outputs)
+        gradients = _HalfErrors(fp32.gradients, in_half.gradients)
+        both = _HalfErrors(fp32.outputs + fp32.gradients, in_half.outputs + in_half.gradients)
+        return CallErrors(
             values.error,
-            gradients.error if any(gradient is not None for gradient in exact.gradients) else None,
+            gradients.error if any(gradient is not None for gradient in fp32.gradients) else None,
             both.overflow,
             both.vanish,
         )
 
-    def _run_in_half(self, half: HalfMode) -> _Values:
+    def _run_in_half(self, half: HalfMode) -> _CallValues:
         try:
             return self._run(half.weight_dtype, half.autocast, half.scale, self._as_group)[0]
         except RuntimeError:
             if self._as_group:
                 raise
-            # It reads weights of submodules without calling them, as MultiheadAttention does.
+            # The module may read weights of submodules without calling these, as MultiheadAttention
+            # does.
             return self._run(half.weight_dtype, half.autocast, half.scale, as_group=True)[0]
 
     def _run(
-        self, dtype: torch.dtype, autocast: Region | None, scale: float, as_group: bool = False
-    ) -> tuple[_Values, int]:
-        """The values of a copy's forward and backward, and how many functions it called itself."""
+        self,
+        dtype: torch.dtype,
+        autocast: Autocast | None,
+        scale: float,
+        as_group: bool = False,
+    ) -> tuple[_CallValues, int]:
+        """The values of a copy's forward and backward, and how many functions it called."""
         module = copy.deepcopy(self._copy)
-        children = _Children(module, dtype)
+        submodules = _Submodules(module, dtype)
         if as_group:
             module.to(dtype)
         else:
-            children.keep_in_float(casts_outputs=autocast is None)
+            submodules.compute_in_fp32(casts_outputs=autocast is None)
         (args, kwargs), leaves = self._leaves(dtype)
         weights = [weight for weight in module.parameters() if weight.requires_grad]
-        region = contextlib.nullcontext() if autocast is None else autocast()
+        autocast_block = contextlib.nullcontext() if autocast is None else autocast()
         with self._with_same_random_numbers(), torch.enable_grad():
-            with region, _CallCounter(children) as counter:
+            with autocast_block, _CallCounter(submodules) as counter:
                 output = module(*args, **kwargs)
             gradients = self._backward(tensors_within(output), [*leaves, *weights], scale)
         outputs = [tensor.detach() for tensor in tensors_within(output)]
-        return _Values(outputs, gradients), counter.calls
+        return _CallValues(outputs, gradients), counter.num_calls
 
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], scale: float
@@ -169,7 +177,7 @@ class ModuleCall:
         return [None if gradient is None else gradient.double() / scale for gradient in gradients]
 
     def _leaves(self, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
-        """The inputs in `dtype`, and those of them that need gradients."""
+        """The inputs in `dtype`, and a list of the inputs that need gradients."""
         requires_grad, leaves = iter(self._requires_grad), []
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -184,54 +192,54 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class _Values:
+class _CallValues:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
-class _Difference:
-    """The errors of half values against exact ones, over all tensors."""
+class _HalfErrors:
+    """The errors of values in half against the values in FP32, over all tensors."""
 
-    def __init__(self, exact: list, half: list) -> None:
+    def __init__(self, fp32: list, half: list) -> None:
         norm = distance = 0.0
         count = overflow = vanish = 0
-        for reference, value in zip(exact, half):
+        for reference, value in zip(fp32, half):
             if reference is None or value is None or not reference.is_floating_point():
                 continue
             reference, value = reference.double(), value.double()
-            counted = reference.isfinite()
-            lost = counted & ~value.isfinite()
-            overflow += int(lost.sum())
-            vanish += int((counted & (reference != 0) & (value == 0)).sum())
-            count += int(counted.sum())
-            norm += float(reference[counted].square().sum())
-            distance += float((value - reference)[counted & ~lost].square().sum())
+            is_finite = reference.isfinite()
+            overflowed = is_finite & ~value.isfinite()
+            overflow += int(overflowed.sum())
+            vanish += int((is_finite & (reference != 0) & (value == 0)).sum())
+            count += int(is_finite.sum())
+            norm += float(reference[is_finite].square().sum())
+            distance += float((value - reference)[is_finite & ~overflowed].square().sum())
         self.overflow, self.vanish = overflow / max(count, 1), vanish / max(count, 1)
         self.error = math.inf if overflow else math.sqrt(distance / norm) if norm else 0.0
 
 
-class _Children:
-    """The submodules of a copy, and whether one of them is running."""
+class _Submodules:
+    """The submodules of a copied module; knows whether one of them is running."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
         self.is_any_running = False
 
-    def keep_in_float(self, casts_outputs: bool) -> None:
-        """Make them compute in FP32, and the module itself in `dtype`.
+    def compute_in_fp32(self, casts_outputs: bool) -> None:
+        """Make the submodules compute in FP32, and the module itself in `dtype`.
 
-        `casts_outputs`: to `dtype`; otherwise autocast casts them.
+        With `casts_outputs` outputs of submodules are cast to `dtype`; otherwise autocast does it.
         """
-        for child in self._module.modules():
-            if child is not self._module:
-                child.forward = self._in_float(child.forward, casts_outputs)
+        for submodule in self._module.modules():
+            if submodule is not self._module:
+                submodule.forward = self._in_fp32(submodule.forward, casts_outputs)
         for name, weight in list(self._module.named_parameters(recurse=False)):
             half = nn.Parameter(_cast(weight.detach(), self._dtype), weight.requires_grad)
             setattr(self._module, name, half)
         for name, buffer in list(self._module.named_buffers(recurse=False)):
             setattr(self._module, name, _cast(buffer, self._dtype))
 
-    def _in_float(self, forward: Callable, casts_outputs: bool) -> Callable:
+    def _in_fp32(self, forward: Callable, casts_outputs: bool) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.is_any_running:
                 return forward(*args, **kwargs)
@@ -255,24 +263,24 @@ class _Children:
 class _CallCounter(TorchFunctionMode):
     """Counts the functions that a module calls itself, outside its submodules."""
 
-    def __init__(self, children: _Children) -> None:
+    def __init__(self, submodules: _Submodules) -> None:
         super().__init__()
-        self._children, self.calls = children, 0
+        self._submodules, self.num_calls = submodules, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attribute = getattr(func, "__name__", "") == "__get__"
-        self.calls += not (is_attribute or self._children.is_any_running)
+        self.num_calls += not (is_attribute or self._submodules.is_any_running)
         return func(*args, **(kwargs or {}))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.dtype in _FLOATS else tensor
+    return tensor.to(dtype) if tensor.dtype in _FLOAT_DTYPES else tensor
 
 
 def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
-    """Copies, by id, of attributes with a graph, which `deepcopy` refuses.
+    """Copies of the attributes with a graph, which `deepcopy` refuses, by id.
 
-    For example the weight of torch's old weight norm, which a hook computes in each call.
+    An example is the weight of torch's old weight norm, which a hook computes in each call.
     """
     attributes = (value for submodule in module.modules() for value in vars(submodule).values())
     return {
@@ -282,8 +290,8 @@ def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
     }
 
 
-def _plain_copy(module: nn.Module) -> nn.Module:
-    """A copy that shares nothing, without hooks except torch's own (weight norm)."""
+def _copy_without_hooks(module: nn.Module) -> nn.Module:
+    """A deep copy of a module without its hooks, except torch's own (weight norm)."""
     duplicate = copy.deepcopy(module, _non_leaf_copies(module))
     for submodule in duplicate.modules():
         for table in (*(forward_tables(submodule) or ()), *backward_tables(submodule)):

@@ -21,7 +21,7 @@ from ampatch.torch_private.probes import current_backward_pass
 from .nonfinite import Debugger
 
 
-class AfterSteps:
+class StepCallback:
     """Calls `callback(optimizer)` after each step of any optimizer, also after a skipped one."""
 
     def __init__(self, callback: Callable[[Any], None]) -> None:
@@ -34,7 +34,7 @@ class AfterSteps:
         self._stop_observing()
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A step of a managed optimizer; torch calls no hook for a skipped step."""
+        """Call back for a managed optimizer: torch calls no hook for a skipped step."""
         self._callback(optimizer)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -50,7 +50,7 @@ class EndAtFinding:
 
     def __init__(self, debugger: Debugger) -> None:
         self._debugger = debugger
-        self._steps = AfterSteps(self._end)
+        self._steps = StepCallback(self._end)
         self._hook = register_module_forward_pre_hook(self._before_forward)
 
     def remove(self) -> None:
@@ -70,7 +70,8 @@ class EndAtFinding:
 def run_steps(
     program: Program, arguments: Sequence[str], steps: int | None = None
 ) -> tuple[Ending, int]:
-    """Run `program` for up to `steps` optimizer steps; returns its ending and the steps taken.
+    """Run `program` for up to `steps` optimizer steps; returns how it ended and the number of
+    steps.
 
     The script's output goes to the standard error, so that the standard output has only the
     command's result.
@@ -82,10 +83,10 @@ def run_steps(
         if steps_by_optimizer[id(optimizer)] == steps:
             raise EnoughSteps
 
-    counted = AfterSteps(count)
+    step_counter = StepCallback(count)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             ending = program.run(arguments)
     finally:
-        counted.remove()
+        step_counter.remove()
     return ending, max(steps_by_optimizer.values(), default=0)

@@ -1,4 +1,4 @@
-"""The trials of O0, the level and the candidates: one sweep, to which rows and seeds are added."""
+"""One sweep of O0, the level and the candidates, to which rows and seeds are added."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ampatch.tune.verdict import TuneError, passes, row_of
 
 
 @dataclass(frozen=True)
-class Task:
-    """A script at an opt level; `options` are those of `Sweep` that the user gave."""
+class TuneTask:
+    """A script to tune at an opt level; `options` has the options of `Sweep` that the user gave."""
 
     script: str
     arguments: Sequence[str]
@@ -39,25 +39,25 @@ class Task:
         return self.level.dtype or ""
 
     def sweep(
-        self, rows: Sequence[Case], out: Path, options: Iterable[str], **others: Any
+        self, rows: Sequence[Case], out: Path, options: Iterable[str], **further_options: Any
     ) -> Sweep:
-        """A sweep of the script with the user's `options` of these names, and with `others`."""
+        """A sweep with the user's values of `options`, and with `further_options`."""
         shared = {name: self.options[name] for name in options if name in self.options}
-        return Sweep(self.script, self.arguments, rows=rows, out=out, **shared, **others)
+        return Sweep(self.script, self.arguments, rows=rows, out=out, **shared, **further_options)
 
 
-class Trials:
-    """The rows that have run: all seeds of those that were `confirmed`, half of them of the others.
+class CandidateSweep:
+    """The rows that have run.  Rows that `confirm` has seen pass have all seeds, others half.
 
     Raises what `Sweep` raises for wrong options or a directory of another sweep.
     """
 
-    def __init__(self, task: Task, seeds: int, resume: bool, overwrite: bool) -> None:
+    def __init__(self, task: TuneTask, seeds: int, resume: bool, overwrite: bool) -> None:
         self._task = task
         self.seeds, self.search_seeds = seeds, (seeds + 1) // 2
         self._margin = Margin.of(task.options.get("margin"))
         self._cases = [BASE, task.level]
-        self.with_all_seeds: set[Case] = set()  # O0, and rows that passed with `search_seeds`
+        self.with_all_seeds: set[Case] = set()  # O0, and cases that passed with `search_seeds`
         self.runs: list[Run] = []
         self._sweep = self._extended_sweep(resume, overwrite)
 
@@ -67,7 +67,7 @@ class Trials:
         return self._sweep.kind
 
     def row(self, case: Case) -> Row:
-        """The row of a case compared with O0; runs its remaining trials.
+        """Run the remaining trials of a case.  Returns its row, compared with O0.
 
         Raises `SweepError`, and `TuneError` if O0 gives nothing to compare with.
         """
@@ -85,13 +85,13 @@ class Trials:
         self._check_base(row_of(BASE, self.runs, judge, better))
         return row_of(case, self.runs, judge, better, self._margin)
 
-    def confirmed(self, case: Case, label: str) -> Row:
-        """The row of a case.  If it passes with `search_seeds`, it is run with all seeds."""
+    def confirm(self, case: Case, label: str) -> Row:
+        """Run a case with `search_seeds`, and if it passes with all seeds.  Returns its row."""
         row = self.row(case)
         if not passes(row):
             return row
-        more = self.seeds - self.search_seeds
-        self._task.say(f"{label} passes with {self.search_seeds} seeds; now {more} more run")
+        remaining = self.seeds - self.search_seeds
+        self._task.say(f"{label} passes with {self.search_seeds} seeds; now {remaining} more run")
         self.with_all_seeds |= {BASE, case}
         return self.row(case)
 
@@ -125,8 +125,8 @@ class Trials:
             )
         if not has_quality(self.runs):
             raise TuneError(
-                f"{self._task.script}: no loss and no metric was recorded at O0, so nothing says "
-                "how well a candidate trains. Have a loss go through ampatch.scale_loss or "
+                f"{self._task.script}: no loss and no metric was recorded at O0, so a candidate "
+                "has nothing to be compared by. Have a loss go through ampatch.scale_loss or "
                 "backward(), or call ampatch.log_metrics(accuracy=...), or give --metric."
             )
         if not seeds_matter(self.runs):

@@ -75,10 +75,10 @@ class Report:
                 at_scale_1 = "; no loss scale makes the value finite"
             lines.append(f"The loss scale was {self.loss_scale:g}{at_scale_1}.")
         if self.parameters:
-            left = len(self.parameters) - MAX_NAMES
-            more = f" and {left} more" if left > 0 else ""
-            what = "Parameters" if self.phase == "step" else "Parameters with such gradients"
-            lines.append(f"{what}: {', '.join(self.parameters[:MAX_NAMES])}{more}.")
+            num_hidden = len(self.parameters) - MAX_NAMES
+            rest = f" and {num_hidden} more" if num_hidden > 0 else ""
+            label = "Parameters" if self.phase == "step" else "Parameters with such gradients"
+            lines.append(f"{label}: {', '.join(self.parameters[:MAX_NAMES])}{rest}.")
         return " ".join(filter(None, [*lines, self.advice]))
 
     def in_short(self) -> str:
@@ -87,9 +87,8 @@ class Report:
         return f"step {self.step}{scale}: {self.value} {self._made_by()}"
 
     def _made_by(self) -> str:
-        made_by = (
-            f"made by {self.operator}" if self.operator else "made where operators are not visible"
-        )
+        unseen = "an operator that is not visible (compiled code, or another thread)"
+        made_by = f"made by {self.operator or unseen}"
         module = f"in {self.module or 'the model'} ({self.module_class})"
         if self.module is None:
             module = "in the optimizer's step" if self.phase == "step" else "outside of the model"

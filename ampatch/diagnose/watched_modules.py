@@ -1,7 +1,7 @@
 """The watched modules: their names, and which of them is running.
 
-torch's global hooks are used.  The modules themselves do not change, so copies and
-pickles of them hold nothing of ampatch.
+torch's global hooks are used.  The modules themselves do not change, so copies and pickles of
+modules contain nothing of ampatch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def check_model(model: Any, name: str) -> None:
         )
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
 
 
-class Models:
-    """One model; or, with None, every model that runs: names then begin with the model's class.
+class WatchedModules:
+    """The modules of one model, or with None of every model that runs.
+
+    Names of modules begin with the class of the model if every model is watched.
 
     `Sequential.0` and `Sequential#2.0` belong to two models.  `overrides` accept such names.
 
@@ -50,11 +52,11 @@ class Models:
         on_enter: Callable[[nn.Module, tuple], None] = lambda module, args: None,
         on_exit: Callable[[nn.Module, tuple, Any], None] = lambda module, args, output: None,
     ) -> None:
-        self._thread = _Thread()
+        self._thread = _ThreadState()
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters = WeakIdKeyDictionary()  # names
-        self._models: Counter[str] = Counter()  # by class
-        self.takes_all = model is None
+        self._parameter_names = WeakIdKeyDictionary()
+        self._num_models: Counter[str] = Counter()  # by class name
+        self.watches_all = model is None
         self._on_parameter = on_parameter
         self._on_enter = on_enter
         self._on_exit = on_exit
@@ -76,12 +78,12 @@ class Models:
             handle.remove()
         self._handles.clear()
 
-    def name_of(self, weight: Tensor) -> str | None:
-        """The name of a parameter; None for other models' weights."""
-        return self._parameters.get(weight)
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of a parameter, or None if it belongs to another model."""
+        return self._parameter_names.get(parameter)
 
     def module_of(self, parameter: str) -> nn.Module | None:
-        """The module that has the parameter of this name."""
+        """The module that has the parameter of this name, or None."""
         path = parameter.rpartition(".")[0]
         return next((module for module, name in self.names.items() if name == path), None)
 
@@ -89,14 +91,14 @@ class Models:
         for name, module in model.named_modules(prefix=prefix):
             self.names[module] = name
         for name, parameter in model.named_parameters(prefix=prefix):
-            is_new = parameter not in self._parameters
-            self._parameters[parameter] = name
+            is_new = parameter not in self._parameter_names
+            self._parameter_names[parameter] = name
             if is_new:
                 self._on_parameter(parameter)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         running = self.running
-        if self.takes_all and not running and module not in self.names:
+        if self.watches_all and not running and module not in self.names:
             self._name_tensors(module, self._title(module))
         if module in self.names:
             running.append(module)
@@ -106,8 +108,8 @@ class Models:
         """The model's class, with a number for the second and later models with weights."""
         title = type(model).__name__
         if next(model.parameters(), None) is not None:
-            self._models[title] += 1
-            title += f"#{self._models[title]}" * (self._models[title] > 1)
+            self._num_models[title] += 1
+            title += f"#{self._num_models[title]}" * (self._num_models[title] > 1)
         return title
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""The session of an integration: models, the optimizers that come later, and their loss scales."""
+"""The session of an integration: its models, its optimizers and their loss scales."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ SETTINGS = frozenset(
 """The arguments of `ampatch.initialize` that an integration takes."""
 
 
-def checked(owner: str, arguments: dict[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
-    """The settings among the arguments of `owner`; the framework takes those named `others`.
+def check_settings(
+    function_name: str, arguments: dict[str, Any], of_framework: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the settings of `initialize` among the arguments; the others are the framework's.
 
     Raises `TypeError` for an unknown and `ValueError` for a wrong setting, and changes nothing.
     """
     for name in arguments:
-        if name not in SETTINGS and name not in others:
-            hint = did_you_mean(name, {*SETTINGS, *others}) or f" Known: {', '.join(SETTINGS)}."
-            raise TypeError(f"{owner}() got an unknown setting {name!r}.{hint}")
+        if name not in SETTINGS and name not in of_framework:
+            hint = (
+                did_you_mean(name, {*SETTINGS, *of_framework}) or f" Known: {', '.join(SETTINGS)}."
+            )
+            raise TypeError(f"{function_name}() got an unknown setting {name!r}.{hint}")
     settings = {name: value for name, value in arguments.items() if name in SETTINGS}
     properties_for(
         settings["opt_level"],
@@ -48,39 +52,41 @@ def checked(owner: str, arguments: dict[str, Any], others: Collection[str] = ())
 
 
 class IntegrationSession:
-    """One session: opened with the first model, joined by others and by optimizers."""
+    """One session, opened with the first model; other models and optimizers are added."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self._last: facade.Session | None = None
-        self._scales: dict[str, Any] = {}  # loaded, or of the last session
+        self._scales: dict[
+            str, Any
+        ] = {}  # loaded from a checkpoint, or the scales of the last session
 
     def open(self, *models: nn.Module) -> None:
-        """Manage models: in a new session, or in the open one.
+        """Manage models, in the open session or in a new one.
 
-        A new session begins with the loss scales that were loaded, or with those of the last one.
+        A new session begins with the loaded loss scales, or with the scales of the last session.
         """
         session = self.session
-        new = [m for m in models if session is None or facade.session_of(m) is not session]
-        if not new:
+        new_models = [m for m in models if session is None or facade.session_of(m) is not session]
+        if not new_models:
             return
         if session is None:
-            ampatch.initialize(new, **self.settings)
+            ampatch.initialize(new_models, **self.settings)
             self._last = facade.open_sessions()[-1]
             self.scales = self._scales
         elif session.properties.enabled:
-            for model in new:
-                facade.release_model(model)  # from an earlier session
-            ampatch.add_models(new, to=self._member())
+            for model in new_models:
+                facade.release_model(model)  # it may belong to an earlier session
+            ampatch.add_models(new_models, to=self._member())
 
     def add(self, optimizers: Iterable[Any]) -> None:
-        """Manage optimizers that have weights."""
+        """Manage optimizers that have parameters."""
         for optimizer in optimizers:
             if optimizer.param_groups:
                 ampatch.add_optimizers(optimizer)
 
     def looks_for_overflow(self) -> bool:
-        """Whether there is a dynamic loss scale."""
+        """Whether a loss scale is dynamic."""
         session = self.session
         return session is not None and session.looks_for_overflow()
 
@@ -90,8 +96,8 @@ class IntegrationSession:
         optimizers = [] if session is None else [m.optimizer for m in session.optimizers]
         return ampatch.scale_loss(loss, optimizers) if optimizers else nullcontext(loss)
 
-    def as_weights(self, value: Tensor) -> Tensor:
-        """A floating tensor, cast to the dtype of the weights at O3."""
+    def cast_to_weight_dtype(self, value: Tensor) -> Tensor:
+        """Cast a floating tensor to the dtype of the weights at O3; return others unchanged."""
         session = self.session
         if session is None or session.properties.uses_half_copies:
             return value
@@ -100,7 +106,7 @@ class IntegrationSession:
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The loss scales, also when closed; none where ampatch is disabled."""
+        """The loss scales, also after `close`; empty if ampatch is disabled."""
         member = self._member()
         return self._scales if member is None else ampatch.state_dict(of=member)
 
@@ -112,11 +118,11 @@ class IntegrationSession:
             ampatch.load_state_dict(scales, of=member)
 
     def restore(self, folder: str, scale_file: str, grad_scaler_file: str) -> None:
-        """Load the loss scale of a checkpoint: ours, or that of torch's GradScaler."""
-        ours, theirs = Path(folder, scale_file), Path(folder, grad_scaler_file)
-        if ours.suffix == ".json" and ours.is_file():
-            self.scales = json.loads(ours.read_text())
-        elif file := next(filter(Path.is_file, (ours, theirs)), None):
+        """Load the loss scale of a checkpoint, saved by ampatch or by torch's GradScaler."""
+        own_file, torch_file = Path(folder, scale_file), Path(folder, grad_scaler_file)
+        if own_file.suffix == ".json" and own_file.is_file():
+            self.scales = json.loads(own_file.read_text())
+        elif file := next(filter(Path.is_file, (own_file, torch_file)), None):
             self.scales = torch.load(file, weights_only=True)
         elif any(entry.get("dynamic", True) for entry in self.scales.values()):
             logger.warning(
@@ -126,7 +132,7 @@ class IntegrationSession:
             )
 
     def close(self) -> None:
-        """Models and optimizers are plain again.  Harmless when closed."""
+        """Release the models and optimizers.  Does nothing if the session is closed."""
         self._scales = self.scales
         last, self._last = self._last, None
         if last is not None and last.is_open:
@@ -134,12 +140,12 @@ class IntegrationSession:
 
     @property
     def session(self) -> facade.Session | None:
-        """The open session; None where its models and optimizers are closed or gone."""
+        """The open session, or None if it is closed or its models and optimizers are gone."""
         last = self._last
         return last if last is not None and last.is_open and last.is_alive() else None
 
     def _member(self) -> Any:
-        """A model or optimizer of the session; None: there is none."""
+        """A model or an optimizer of the session, or None."""
         session = self.session
         if session is None:
             return None
