@@ -1,8 +1,9 @@
 """clients/ is run by hand (docs/clients.md); here only that it hangs together."""
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from repository import HELPERS, ROOT
@@ -20,14 +21,7 @@ PACKAGES = {
 """Of clients that are called otherwise."""
 
 
-def _the_command():
-    spec = importlib.util.spec_from_file_location("clients_run", CLIENTS / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-COMMAND = _the_command()
+COMMAND = SimpleNamespace(**runpy.run_path(str(CLIENTS / "run.py")))
 
 
 def pins(path: Path) -> dict[str, str]:

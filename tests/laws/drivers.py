@@ -108,17 +108,11 @@ class Ampatch(Driver):
     def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
         return ampatch.scale_loss(loss, optimizers, **block)
 
-    def casts(self) -> AbstractContextManager:
-        """Around calls outside a model's forward: at O1 the session casts everywhere."""
+    def casts(self, *_: Any) -> AbstractContextManager:
+        """The session does what the oracle does there by hand."""
         return contextlib.nullcontext()
 
-    def half_weights(self, model: nn.Module) -> AbstractContextManager:
-        """Around parts of a model that are called by themselves."""
-        return contextlib.nullcontext()
-
-    def parts(self, model: nn.Module) -> AbstractContextManager:
-        """Around code that calls parts of a model."""
-        return contextlib.nullcontext()
+    half_weights = parts = casts
 
     def no_casts(self) -> AbstractContextManager:
         """Around calls that are not to be cast."""
@@ -193,7 +187,8 @@ class ByHand(Driver):
 
     @contextmanager
     def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
-        """All FP32 weights but those of batch norms; `again`: the copies of the last forward."""
+        """Around parts of a model that are called by themselves: all FP32 weights but those of
+        batch norms; `again`: the copies of the last forward."""
         if self.level != "O2" or net in self._in_half:
             yield
             return
@@ -223,7 +218,8 @@ class ByHand(Driver):
 
     @contextmanager
     def parts(self, model: nn.Module) -> Iterator[None]:
-        """At O2 each part casts its inputs to half and its result to FP32."""
+        """Around code that calls parts of a model: at O2 each casts its inputs to half and its
+        result to FP32."""
         handles = []
         for part in model.children() if self.level == "O2" else ():
             if isinstance(part, _BatchNorm) or not list(part.parameters()):
@@ -310,6 +306,7 @@ class ByHand(Driver):
         return self._dynamic and not all(finite(p.grad) for p in params)
 
     def casts(self) -> AbstractContextManager:
+        """Around calls outside a model's forward: at O1 they are cast."""
         if self.level != "O1":
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.half)
