@@ -4,7 +4,6 @@ import math
 from functools import partial
 
 import torch
-from drivers import SGD
 from situations import Block, batches, mlp, mse, network, situation, trained
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
@@ -34,18 +33,6 @@ def gradient_penalties_on_inputs(amp):
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         amp.record(grad)
         amp.step(mse(out, y) + grad.norm(dim=1).sub(1).square().mean(), optimizer)
-
-
-@situation()
-def a_gan(amp):
-    """The generator's loss reaches the discriminator, whose gradients are then zeroed."""
-    (maker, judge), (first, second) = amp.start(
-        [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1)], [SGD, partial(SGD, lr=0.05)]
-    )
-    for x, y in batches(4):
-        fake = maker(x)
-        amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), second)
-        amp.step(mse(judge(fake), y), first)
 
 
 @situation("O1 O2")

@@ -80,26 +80,6 @@ def gradients_are_changed_before_the_step(amp):
 
 
 @situation()
-def gradients_written_by_hand(amp):
-    """No backward at all (an evolution strategy's, another framework's, `autograd.grad`'s), and
-    what is there before a block is added to, not scaled."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    params = list(model.parameters())
-    for number, (x, y) in enumerate(batches(3)):
-        for p in params:
-            p.grad = torch.full_like(p, 0.25 * (number + 1))
-        optimizer.step()
-        optimizer.zero_grad()
-        for p, g in zip(params, torch.autograd.grad(mse(model(x), y), params)):
-            p.grad = g
-        optimizer.step()
-        for p in params:
-            p.grad = torch.full_like(p, 0.125)
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-
-
-@situation()
 def a_part_without_gradients(amp):
     """One head is used in every other batch."""
 

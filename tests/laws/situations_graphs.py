@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ampatch.session.facade import session_of
 
-EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
+EARLY = (torch.autograd.backward,)  # a tuple is not rebound
 
 
 class Early:
@@ -47,16 +47,6 @@ def backward_by_other_names(amp):
             with amp.scaled(loss, optimizer) as scaled:
                 backward(scaled)
             optimizer.step()
-
-
-@situation()
-def gradients_asked_for_with_autograd_grad(amp):
-    """Also by a name that was bound early."""
-    model, optimizer = amp.start(Block())
-    for x, y in batches(3):
-        for ask in (EARLY[1], torch.autograd.grad):
-            amp.record(*ask(mse(model(x), y), list(model.parameters())))
-        amp.step(mse(model(x), y), optimizer)
 
 
 class Checkpointed(Block):

@@ -299,11 +299,7 @@ WRAPPERS = {"a_container": nn.Sequential, "data_parallel": nn.DataParallel}
 
 
 @situation(ALL_LEVELS, cases=WRAPPERS)
-def the_model_is_wrapped_after_initialize_by(amp, case):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, case(model), optimizer)
-
-
-@situation(ALL_LEVELS, cases=WRAPPERS)
-def the_model_is_wrapped_before_initialize_by(amp, case):
+def the_model_is_wrapped_before_and_after_initialize_by(amp, case):
     trained(amp, case(mlp()))
+    model, optimizer = amp.another().start(mlp(1))
+    plain_loop(amp, case(model), optimizer)
