@@ -95,9 +95,9 @@ def disable_casts() -> PolicyContext:
 
     It holds in managed models that are called inside.  torch's own autocast is off inside too,
     unless a `torch.autocast` block begins inside.  The block belongs to its thread, like torch's
-    grad mode: while a generator or task is suspended in it, other code of the thread runs without
-    casts too.  New threads cast; forked processes inherit the block.  Decorating a generator or an
-    `async` function raises `TypeError`: write the block inside the function.
+    grad mode.  So if a generator or a task is suspended inside the block, other code of this thread
+    runs without casts too.  New threads cast; forked processes inherit the block.  Decorating a
+    generator or an `async` function raises `TypeError`: write the block inside the function.
     """
     return PolicyContext(registry.state, lambda: None, "ampatch.disable_casts()")
 

@@ -104,7 +104,7 @@ def initialize(
         models: a `torch.nn.Module`, or a list or tuple of them.  They are changed in
             place and returned, so existing references to them stay valid.
         optimizers: an optimizer, or a list or tuple of them, or None.
-        enabled: False makes this call, `scale_loss` and the other functions do nothing.
+        enabled: with False this call, `scale_loss` and the other functions do nothing.
         opt_level: `"O0"`: FP32.  `"O1"`: FP32 weights, and torch's functions cast their arguments.
             `"O2"`: the model computes in half, with half copies of its FP32 master weights.
             `"O3"`: everything is half.  `"O4"` and `"O5"`: O1 and O2 in bfloat16.
@@ -127,17 +127,17 @@ def initialize(
         dtype: the half dtype: `torch.float16`, `torch.bfloat16`, or a name (`"float16"`, `"fp16"`,
             `"half"`, `"bfloat16"`, `"bf16"`).
         overrides: precision by module path (globs), module class or function:
-            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.  At O2 and O3 a
-            function can be "float" only: it computes in FP32 internally and returns its usual
-            dtype; a module takes and returns the dtype of the code around it.  At O0 overrides do
+            `{"decoder.*": "float", nn.Softmax: "float", torch.bmm: "float"}`.  A module takes and
+            returns the dtype of the code around it.  At O2 and O3 a function can be "float" only:
+            it computes in FP32 internally and returns its usual dtype.  At O0 overrides do
             nothing.  The path of a JSON file works too; `ampatch tune` writes one.
         init_scale: the first dynamic loss scale.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
         growth_factor: factor of growth, above 1.
         backoff_factor: factor after an overflow, below 1.
         max_consecutive_skips: number of skipped steps in a row after which an error is logged,
-            with the parameters and what to try.  Fused optimizers on an accelerator report it up
-            to a quarter of this number later.
+            with the parameters and what to try.  With fused optimizers on an accelerator the error
+            comes up to a quarter of this number later.
         allow_banned: whether a function that is unsafe in half (binary_cross_entropy) runs in FP32
             with a warning (True) or raises (False).
         process_group: the ranks that share one overflow flag.  Ranks with shards of the same
@@ -162,9 +162,8 @@ def initialize(
 
     After an exception nothing has changed.
 
-    Environment variables replace arguments: `AMPATCH_OPT_LEVEL`, `AMPATCH_DTYPE`,
-    `AMPATCH_LOSS_SCALE`, `AMPATCH_OVERRIDES` (JSON, or a file of it), `AMPATCH_ENABLED` (`0`), and
-    for any argument `AMPATCH_SETTINGS`, a JSON object (`{"growth_interval": 500}`).
+    Environment variables such as `AMPATCH_OPT_LEVEL=O2` replace arguments: see
+    docs/reference/settings.md.
     """
     settings = locals()
     for name in ("models", "optimizers", "process_group"):
@@ -355,8 +354,8 @@ def log_metrics(*unnamed: Never, **values: float | torch.Tensor) -> None:
     The name says whether higher or lower is better (`accuracy`, `val_loss`); for other names use
     `ampatch sweep --better NAME=higher`.
 
-    Raises `TypeError` for a value without a name, or one that is no number and no tensor of one
-    element.
+    Raises `TypeError` for a value without a name, or for a value other than a number or a tensor of
+    one element.
     """
     if unnamed:
         raise TypeError(

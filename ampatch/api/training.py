@@ -47,16 +47,16 @@ def scale_loss(
 
     Under a static scale of 1 (bfloat16) the block yields the loss and does nothing else.
 
-    If the block raises, gradients are restored as they were before it, and a message is logged.
-    Exception: what the block has added to gradients that `delay_unscale` left scaled stays there.
+    If the block raises an error, gradients are restored as they were before it, and a message is
+    logged.  Only gradients that `delay_unscale` left scaled keep what the block has added.
 
     Args:
         loss: floating tensor, usually 0-dim.  The block yields it scaled, in FP32; under a static
             scale of 1 unchanged.
-        optimizers: an optimizer, or a list or tuple: those whose parameters the loss reaches.
+        optimizers: the optimizer whose parameters the loss reaches, or a list or tuple of them.
             Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
-            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If they come
-            from several calls of `initialize`, the last dynamic loss scale among these is used.
+            (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If optimizers
+            come from several calls of `initialize`, their last dynamic loss scale is used.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
@@ -67,7 +67,7 @@ def scale_loss(
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: `initialize` was not called with these optimizers, or with `enabled=False` for
-            only some of them.  At the end of the block: there are new gradients, but none of the
+            only some of them.  At the end of the block: the new gradients are not those of the
             scaled loss (you called `loss.backward()`).
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
@@ -161,8 +161,8 @@ def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str
 
     An entry also holds `"dynamic": False` for a static scale, and settings that
     `set_loss_scale_settings` changed.  If you called `initialize` several times, pass as `of` a
-    model or an optimizer of the session.  Without `of` it is the last session that has an
-    optimizer, and a warning is logged if there are others.  Waits for the device.
+    model or an optimizer of the session.  Without `of` the last session that has an optimizer is
+    taken, and a warning is logged if there are others.  Waits for the device.
 
     Raises `AmpatchError` if no session is open, or none has `of`.
     """
@@ -174,9 +174,9 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
     """Restore the loss scalers of one session; `of` is as in `state_dict`.
 
     `state` comes from `state_dict`, from an apex checkpoint, or from
-    `torch.amp.GradScaler.state_dict()`, which every loss scaler then loads.  An entry is
-    not loaded, and a message says so, if there is no loss scaler for it, or if one of the two is
-    dynamic and the other static.  Scalers without an entry do not change.
+    `torch.amp.GradScaler.state_dict()`; the state of a GradScaler is loaded into every loss scaler.
+    An entry is left out, with a message, if it has no loss scaler, or if only one of the two is
+    dynamic.  Scalers without an entry do not change.
 
     Raises:
         TypeError, ValueError: the entries are wrong, or none belongs to a loss scaler.  Nothing

@@ -345,7 +345,7 @@ EVERY_LEVEL: tuple[Row, ...] = (
         " the gradients of half weights over all rows in half.", only_gradient=True),
     Row("torch", ("batch_norm", "instance_norm"),
         Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT, "With half weights the CPU keeps the mean of the batch in"
-        " half, which makes every gradient wrong; FP32 statistics raise an error."),
+        " half, which makes every gradient wrong; with FP32 statistics it raises an error."),
     Row("torch", ("embedding", "embedding_bag"), Rule.FLOAT_ON_CPU_UNLESS_SPARSE, _READ_OFTEN,
         only_gradient=True),
     Row("torch", ("take",), Rule.FLOAT_ON_CPU, _READ_OFTEN, only_gradient=True),

@@ -11,9 +11,8 @@ def add_parser(commands: Any) -> None:
     commands.add_parser(
         "apex-path",
         help="print the folder that makes `import apex` find ampatch",
-        description="Prints a folder for PYTHONPATH. In each Python process that has the variable "
-        "`from apex import amp` then finds ampatch, as under ampatch run. An installed apex that "
-        "has amp comes first.",
+        description="Prints a folder for PYTHONPATH. With it `from apex import amp` finds ampatch "
+        "in every Python process, as under ampatch run. An installed apex with amp comes first.",
         epilog='Example: PYTHONPATH="$(python -m ampatch apex-path)" python train.py.',
     )
 

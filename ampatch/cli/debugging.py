@@ -56,6 +56,6 @@ def _lines(debugger: Debugger) -> Iterator[str]:
         return
     yield (
         f"ampatch: {'no other' if passed_over or unseen else 'no'} inf or NaN in {debugger.step} "
-        "optimizer steps. If training fails all the same, gradients may be too small for "
+        "optimizer steps. If training still fails, gradients may be too small for "
         "float16: ampatch gradients SCRIPT shows how many float16 loses."
     )

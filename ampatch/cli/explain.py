@@ -12,10 +12,10 @@ def add_parser(commands: Any) -> None:
     add_script_command(
         commands, "explain", WATCHED,
         help="show what a script casts, and where time could be saved",
-        description="Runs SCRIPT for some optimizer steps. Prints for each function its calls, "
-        "casts, uses of cached half copies and bytes cast; for each module the dtypes of its "
-        "inputs and outputs; and where time could be saved. The output of SCRIPT goes "
-        "to the standard error.",
+        description="Runs SCRIPT for some optimizer steps. Prints a table of functions with their "
+        "calls, casts, uses of cached half copies and bytes cast. Prints a table of modules with "
+        "the dtypes of their inputs and outputs. Says where time could be saved. The output of "
+        "SCRIPT goes to the standard error.",
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 _COMMON_CODES = "2 for a wrong command line; 130 after Ctrl-C; 141 if the output is a closed pipe"
-_CODES_WITH_SCRIPT = "0; the script's own if it failed; 1 if it never stepped an optimizer"
+_CODES_WITH_SCRIPT = "0; 1 if no optimizer stepped; the status of the script if it failed"
 _EXIT_CODES = {
     "sweep": "0; 1 if no run succeeded or the sweep could not continue; 143 after SIGTERM",
     "tune": "0; 1 if no cure was found or the tuning could not continue; 143 after SIGTERM",

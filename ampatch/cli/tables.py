@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     if not rows:
         print(
             f"No row{f' with the rule {options.rule!r}' if options.rule else ''} names "
-            f"{options.name!r}. What is in no row runs as PyTorch has it; functions written in "
-            "Python are patched where they call others. `ampatch tables` shows all rows.",
+            f"{options.name!r}. A function without a row runs as in PyTorch. If it is written in "
+            "Python, functions that it calls may have rows. `ampatch tables` shows all rows.",
             file=sys.stderr,
         )
         return 1

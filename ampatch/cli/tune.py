@@ -17,11 +17,11 @@ from ampatch.sweep.options import SHORT_DTYPES
 LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that a tuning does not have."""
 OTHER_TEXTS = {
-    "seeds": "run the answer with seeds 0 to N-1, N at least 4 (default: 6); candidates run with "
-    "half of them",
+    "seeds": "run the answer with seeds 0 to N-1, and candidates with half of them (default: 6; at "
+    "least 4)",
     "rounds": "measure the speed of the answer, LEVEL and O0 in N rounds (default: 3)",
-    "margin": "the difference from O0 that matters; a candidate that is worse by less passes "
-    "(default: 1% of O0's value)",
+    "margin": "the difference from O0 that matters: a candidate passes if it is worse by less than "
+    "this (default: 1% of O0's value)",
     "out": "folder for the answer, trials and logs (default: ampatch-tune/NAME)",
     "resume": "continue the tuning in the folder",
     "overwrite": "replace the tuning in the folder",

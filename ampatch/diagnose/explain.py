@@ -55,8 +55,9 @@ class CastReport:
     """Counts while it is active; `str(report)` is the report so far.
 
     `functions` counts calls and casts by the function's name, `modules` calls and dtypes by the
-    module's path.  `batches` counts weights that were cast together.  `bounces` counts casts
-    to FP32 for one function whose result the next function casts back to half.
+    module's path.  `batches` counts weights that were cast together.  `bounces` counts pairs of
+    casts that could be saved: a cast to FP32 for one function, and the cast of its result back to
+    half for the next one.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

@@ -17,7 +17,9 @@ BAR_WIDTH = 40  # characters
 class GradientReport:
     """The counts over `steps` optimizer steps; `skipped` steps are not among them.
 
-    `scale` is the loss scale at the last step, with several losses that of the first.
+    `total` counts all gradients, `by_parameter` those of each parameter by its name.  `suggestion`
+    has the static loss scale to use.  `scale` is the loss scale at the last step, with several
+    losses that of the first.
 
     `floor` is the smallest number that float16 gradients could hold at the loss scales in use;
     smaller ones are counted as zeros.  None: gradients were not computed in float16.

@@ -43,10 +43,11 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
             train(model)
         print(debugger.report)
 
-    `debugger.report` is None until an inf or NaN is found.  With `stop_at="unabsorbed"` this is the
-    first one that a smaller loss scale (of 1 or more) would not cure; overflows of the backward
-    pass that it would cure are listed in `passed_over`.  With `stop_at="any"` it is the first one
-    of all.  An inf that the code writes itself, as into a mask, is not reported.
+    `debugger.report` is None until an inf or NaN is found.  With `stop_at="unabsorbed"` the report
+    is about the first one that a smaller loss scale (of 1 or more) would not cure; `passed_over`
+    lists the overflows of backward passes that it would cure.  With `stop_at="any"` the report is
+    about the first inf or NaN of all.  An inf that the code writes itself, as into a mask, is not
+    reported.
 
     Works on managed models at any opt level and on plain ones, before or after `initialize`.  None
     watches every model; names then begin with the model's class.  Only operators of the calling

@@ -64,12 +64,12 @@ def supervised_training_step(
     gradient_accumulation_steps: int = 1,
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
 ) -> Callable[[Engine, Any], Any]:
-    """An update function for `Engine`, as `ignite.engine.supervised_training_step_amp` makes one.
+    """Make the update function of an `Engine`, in place of ignite's `supervised_training_step_amp`.
 
-    The arguments are those of that function, except these two:
+    The arguments are those of ignite's function.  There is no `scaler`, and these two differ:
 
     Args:
-        optimizer: an optimizer of `ampatch.initialize`.  There is no argument `scaler`.
+        optimizer: an optimizer that was given to `ampatch.initialize`.
         clip: called before each step with the tensors that the step updates, whose gradients are
             unscaled: `lambda params: clip_grad_norm_(params, 1.0)`.
     """
@@ -108,10 +108,10 @@ def supervised_evaluation_step(
     output_transform: Callable[[Any, Any, Any], Any] = lambda x, y, y_pred: (y_pred, y),
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
 ) -> Callable[[Engine, Any], Any]:
-    """An evaluation function for `Engine`, as `ignite.engine.supervised_evaluation_step` makes one.
+    """Make the evaluation function of an `Engine`, in place of ignite's own.
 
-    The arguments are those of that function.  Half predictions become FP32 after
-    `model_transform`, so that metrics do not sum them in half.
+    The arguments are those of `ignite.engine.supervised_evaluation_step`.  Half predictions become
+    FP32 after `model_transform`, so that metrics do not sum them in half.
     """
 
     def transform(output: Any) -> Any:

@@ -27,7 +27,7 @@ import ampatch
 
 
 class AmpatchScaler:
-    """Called as `timm.utils.NativeScaler` is: backward pass, clipping, step.
+    """Runs the backward pass, clipping and the step; called in the same way as `NativeScaler`.
 
     Gradients are unscaled after each backward pass, so they are clipped as in FP32 training.
     """

@@ -429,9 +429,9 @@ class ManagedModel:
             return
         self._has_warned_of_user_block = True
         logger.warning(
-            "%s is called in a block of ampatch.disable_casts() or ampatch.precision(), which is "
-            "about casts of calls: at %s weights and inputs are half, and nothing changes. For a "
-            "forward in FP32: ampatch.unwrap(model)(...). For submodules in FP32: "
+            "%s is called in a block of ampatch.disable_casts() or ampatch.precision(). The block "
+            "changes casts of calls only; at %s weights and inputs are half, so it has no effect. "
+            "For a forward in FP32: ampatch.unwrap(model)(...). For submodules in FP32: "
             'overrides={"name.of.the.module": "float"}.',
             type(self.model).__name__,
             self.properties.opt_level,

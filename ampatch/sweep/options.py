@@ -77,17 +77,17 @@ class SweepOptions:
         rounds: measure speed in at least N rounds (default: 3)
         steps: end each run after N optimizer steps
         judge: the metric to compare (default: the first one)
-        better: NAME=lower or NAME=higher (default: by NAME)
+        better: NAME=lower or NAME=higher (default: NAME decides)
         timeout: end a run that takes longer, and continue
         devices: run one trial at a time on each device
         jobs: run N trials for accuracy at a time
         nproc_per_node: start each trial with torchrun
-        in_copy: run trials in copies of the folder, or not
+        in_copy: run trials in copies of the folder, or in it
         cold: start a new Python for each trial
         engine: run trials on this machine, or on Ray
         address: address of a Ray cluster; auto finds a running one
         gpus_per_trial: GPUs on Ray (default: 1 per process)
-        cpus_per_trial: CPUs on Ray (default: 1 with GPUs, or a node)
+        cpus_per_trial: CPUs on Ray (default: 1 with GPUs, else all)
     """
 
     module: bool = False
@@ -180,7 +180,7 @@ class SweepOptions:
     def _check_folder(self) -> None:
         if self.out is not None and not str(self.out).strip():
             raise ValueError(
-                "--out '': expected the name of a folder. Is the variable empty that has it?"
+                "--out '': expected the name of a folder. Is the variable that holds it empty?"
             )
         if self.resume and self.overwrite:
             raise ValueError(
@@ -199,8 +199,8 @@ class SweepOptions:
             positive_number(f"--budget {self.budget}", self.budget, "minutes")
             if self.side_by_side:
                 raise ValueError(
-                    "--budget: expected trials that run one at a time, as their times are what is "
-                    "planned with. Leave --budget or --jobs and --devices out."
+                    "--budget: expected trials that run one at a time, because the plan is made "
+                    "from their times. Leave --budget or --jobs and --devices out."
                 )
         if self.gpus_per_trial is not None and self.gpus_per_trial < 0:
             raise ValueError(f"--gpus-per-trial {self.gpus_per_trial:g}: expected 0 or more.")

@@ -31,8 +31,8 @@ def summary(answer: Answer) -> list[str]:
         return [f"Not known yet whether {level} trains as O0 does: {answer.not_shown}"]
     if not answer.needed:
         return [
-            f"Not known yet: {answer.candidates} candidates were tried, none passed, and that was "
-            f"all. {resume} goes on."
+            f"Not known yet: {answer.candidates} candidates were tried, which is the limit, and "
+            f"none passed. {resume} goes on."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []

@@ -31,6 +31,8 @@ SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 ITEM = re.compile(r"    (\*{0,2}\w[\w, .]*): (.*)")
 CODE = re.compile(r"(`[^`]*`)|[*<]")
 WIDTH = 90
+COMMENTS: dict[ast.AnnAssign, str] = {}
+"""What the source says behind an attribute."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 
@@ -73,7 +75,13 @@ def _file(parts: list[str]) -> Path | None:
 
 @cache
 def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    tree, lines = ast.parse(text), text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign):
+            rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+            COMMENTS[node] = rest.partition("  # ")[2]
+    return tree
 
 
 def _member(module: list[str], name: str) -> Definition:
@@ -117,7 +125,7 @@ def _signature(node: Definition, path: str, is_method: bool) -> str:
     made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     if made and not _is_error(node):
         return _call(path, made[0], skipped=1)
-    names = [f"    {name}: {kind}" for name, kind in _fields(node).items()]
+    names = [f"    {field}" for field in _fields_with_comments(node)]
     bases = f"({', '.join(map(ast.unparse, node.bases))})" if _is_error(node) else ""
     return "\n".join([f"class {path}{bases}{':' if names else ''}", *names])
 
@@ -127,6 +135,14 @@ def _fields(node: Definition) -> dict[str, str]:
     fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
     types = {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
     return {name: kind for name, kind in types.items() if not name.startswith("_")}
+
+
+def _fields_with_comments(node: Definition) -> Iterator[str]:
+    kinds = _fields(node)
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and (name := ast.unparse(field.target)) in kinds:
+            comment = COMMENTS[field]
+            yield f"{name}: {kinds[name]}{f'  # {comment}' if comment else ''}"
 
 
 def _is_error(node: ast.ClassDef) -> bool:

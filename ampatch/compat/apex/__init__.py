@@ -75,12 +75,12 @@ CONTENTS = {f"apex.{name}": source for source, names in _SOURCES for name in nam
 def install(force: bool = False) -> None:
     """Register `apex` and its modules in `sys.modules`; a second call changes nothing.
 
-    Then `importlib.metadata.version("apex")` works, too.
+    Then `importlib.metadata.version("apex")` works too.
 
     If Python finds another `apex` that has `apex.amp`, or your own module `apex`, the call raises
     `AmpatchError`.  With `force=True` it hides that module until `uninstall` instead.  An `apex`
-    without `apex.amp`, or a folder without `__init__.py`, is hidden with a message.  Its modules
-    can still be imported if ampatch's package has none of that name.
+    without `apex.amp`, or a folder without `__init__.py`, is always hidden, with a message.  Those
+    of its modules that ampatch's package lacks, such as `apex.contrib`, can still be imported.
     """
     if is_installed():
         return

@@ -18,16 +18,16 @@ TITLES = {
     "PROMOTE": "Cast to the widest floating dtype among the inputs.",
     "BANNED": "Unsafe in half: run in FP32 with a warning, or refused (`allow_banned=False`).",
     "BEYOND": "PyTorch refuses them in half or in mixed dtypes.",
-    "EVERY_LEVEL": "PyTorch computes them wrongly in half. So at every level they run in FP32 "
-    "internally and return half. If only the gradient is wrong, they do so only in calls that "
-    "autograd records. Most are sums: a bfloat16 sum of ones stops growing at 256.",
+    "EVERY_LEVEL": "PyTorch computes them wrongly in half: for example, a bfloat16 sum of ones "
+    "stops growing at 256. So at every level they run in FP32 internally and return half. "
+    "Functions of which only the gradient is wrong run in half if autograd does not record them.",
     "APEX": "Added by `ampatch.init()` and the `apex` package only.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs, and inputs of the other half dtype, are cast to the half dtype.",
-    Rule.CONTRACTION: "As half if each operand shares a summed label with another operand "
-    "(`ij,jk->ik`). Otherwise as float if a label is summed (`ij->i`), and as promote if none is "
-    "(`i,i->i`).",
+    Rule.CONTRACTION: "A matrix product is cast as half: each operand shares a summed label with "
+    "another operand (`ij,jk->ik`). Other sums (`ij->i`) are cast as float, and equations without "
+    "a sum (`i,i->i`) as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless `sparse=True`.",
@@ -47,11 +47,11 @@ RULES = {
 }
 BESIDE_TABLES = {
     ("torch.nn.RNNBase", "check_input"): "It refuses inputs in another dtype than the weights, "
-    "before the casts that make the dtypes equal.",
+    "and is called before the casts that make the dtypes equal.",
     ("torch.backends.mha", "get_fastpath_enabled"): "It returns False where calls are cast: "
     "MultiheadAttention and TransformerEncoderLayer then skip their fused kernels.",
     ("torch.nn.functional", "multi_head_attention_forward"): "torch.compile records it as one "
-    "call, and this call has the casts of the forward that made it.",
+    "call, so that the call keeps the casts of its forward.",
     ("torch.utils.checkpoint", "checkpoint"): "The recomputation in backward may run in another "
     "thread, and must have the casts of its forward.",
 }

@@ -24,15 +24,16 @@ _HEAD = """\
 # What is cast: the operator tables
 
 At O1 `torch.matmul(a, b)` casts FP32 arguments to half, because its row below has the rule `half`.
-`ampatch tables matmul` prints such a row, and `ampatch tables` also names the functions that your
-torch lacks.
+`ampatch tables matmul` prints this row. `ampatch tables` prints all rows, and the functions that
+your torch lacks.
 
-- **Where a function is patched.** Often a row names the builtin that the public function calls:
-  `torch.nn.functional.cross_entropy` calls `torch._C._nn.cross_entropy_loss`.
-- **What is not patched.** Functions in no row, and in-place functions (`exp_`), except those that
-  write values into a tensor (`index_add_`). Code that stored a function before `initialize`:
-  [functions bound early](early_names.md).
-- **What is not cast.** Calls with `out=`, and float64, complex, integer and bool tensors.
+- **You do not find a function?** Search for the builtin that it calls: `F.cross_entropy` calls
+  `torch._C._nn.cross_entropy_loss`. A function without a row is not cast.
+- **In-place functions** (`exp_`) are not cast, except those that write values into a tensor
+  (`index_add_`).
+- **Never cast:** calls with `out=`, and float64, complex, integer and bool tensors. A function that
+  your code stored before `initialize` may not be cast either: [functions bound
+  early](early_names.md).
 - **The last column** says what `torch.autocast` for CUDA and apex do instead. If it is empty, they
   do the same, or what the line above the table says.
 
@@ -84,7 +85,7 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     for entry in entries:
         by_table.setdefault(entry.table, []).append(entry)
     lines = [_HEAD]
-    lines.append("| rule | |\n|---|---|")
+    lines.append("| rule | what it does |\n|---|---|")
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
         usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}

@@ -73,13 +73,14 @@ class Run:
     timeout: float | None = None  # seconds, in this run
     alone: bool = True  # nothing else of the sweep ran on its devices: it counts for speed
     imports: float = 0.0  # seconds of imports in a cold start, which warm ones do not take
-    host: str = ""
+    host: str = ""  # the machine's name
     devices: tuple[str, ...] = ()  # the run's own, such as "cuda:1"
-    wrote: list[str] = field(default_factory=list)  # O0's first: files in the user's folder
-    linked: list[str] = field(default_factory=list)  # O0's first: links in its copy of the folder
+    wrote: list[str] = field(default_factory=list)  # first run: files written in the user's folder
+    linked: list[str] = field(default_factory=list)  # first run: links in its copy of the folder
 
     @property
     def case(self) -> Case:
+        """The row of the run."""
         return self.trial.case
 
     @property

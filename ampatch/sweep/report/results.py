@@ -111,35 +111,35 @@ class Row:
     engine: str = "ampatch"
     settings: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    runs: int = 0  # that have ended
-    good_runs: int = 0
+    runs: int = 0  # processes that have ended
+    good_runs: int = 0  # of these, the runs without a failure
     seeds: int = 0  # different seeds of these runs
     step_ms: float | None = None
     step_times: Spread | None = None  # milliseconds; n is the number of timed steps
     cpu_ms: float | None = None  # in all threads; None where the device is no CPU
-    speed: float | None = None  # the median; relative to O0, above 1 is faster
-    speeds: Spread | None = None  # n is the number of rounds; O0's: its second run's
+    speed: float | None = None  # relative to O0, above 1 is faster: the median of `speeds`
+    speeds: Spread | None = None  # n is the number of rounds; for O0 those of its second run
     cpu_speeds: Spread | None = None  # the same of CPU time
-    reach: float | None = None  # noise: the factor by which O0 departs from itself; see `pace.py`
-    cpu_reach: float | None = None
+    reach: float | None = None  # the noise: the factor by which O0 differs from itself
+    cpu_reach: float | None = None  # the same of CPU time
     pace: str = ""  # "faster", "slower", or why that is not known; "" if not compared
     by_cpu: bool = False  # CPU time decided on `pace`, not wall time
     memory_bytes: int | None = None
-    memory_kind: str = "resident"
+    memory_kind: str = "resident"  # "resident" or "device"
     first_loss: float | None = None
     last_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     sds: dict[str, float] = field(default_factory=dict)  # over seeds, of metrics and "last loss"
-    better: dict[str, str | None] = field(default_factory=dict)  # the same: as in `Comparison`
+    better: dict[str, str | None] = field(default_factory=dict)  # "higher", "lower"; None: unknown
     steps: int = 0  # in one run (the median)
-    all_steps: int = 0
-    skipped: int = 0
+    all_steps: int = 0  # in all runs
+    skipped: int = 0  # of all steps
     loss_scale: float | None = None  # at the end of the first run
     seconds: float = 0.0  # all its processes together
-    comparisons: list[Comparison] = field(default_factory=list)  # the judged one first
-    outcome: str = "untested"  # or "baseline", "failed", or an outcome of `Comparison`
-    start: str = ""  # how a first loss differs from O0's with the same seed; see `start_check.py`
-    verdict: str = ""
+    comparisons: list[Comparison] = field(default_factory=list)  # with O0; the judged one first
+    outcome: str = "untested"  # "baseline", "failed", or the outcome of the judged comparison
+    start: str = ""  # how a first loss differs from O0's with the same seed; "": by rounding alone
+    verdict: str = ""  # a sentence
 
     @property
     def name(self) -> str:
@@ -169,15 +169,16 @@ class Results:
     done: int = 0  # runs that have ended
     recommendation: str = ""
     notes: list[str] = field(default_factory=list)  # what a reader should know about these figures
-    provenance: dict[str, str] = field(default_factory=dict)  # see `measure/machine.py`
-    plan: dict[str, Any] = field(default_factory=dict)  # from which a resumed sweep goes on
+    provenance: dict[str, str] = field(default_factory=dict)  # command line, commit, versions, ...
+    plan: dict[str, Any] = field(default_factory=dict)  # with which a resumed sweep continues
     options: dict[str, Any] = field(default_factory=dict)  # the user's; a resumed sweep keeps them
-    trials: list[str] = field(default_factory=list)  # stems of all that have run or may run
+    trials: list[str] = field(default_factory=list)  # file names, without suffix, of all trials
     files: list[str] = field(default_factory=list)  # further files, of a caller such as `tune`
     format: int = FORMAT
 
     @property
     def complete(self) -> bool:
+        """Whether all planned runs have ended."""
         return self.done == self.planned
 
     def to_json(self) -> dict[str, Any]:
