@@ -24,7 +24,7 @@ from ._version import __version__
 try:
     # first: it loads device backends, which may import parts of us
     import torch as _torch  # noqa: F401
-except (ImportError, OSError) as _error:  # doctor and --version run all the same
+except (ImportError, OSError) as _error:  # `ampatch doctor` and `--version` run without torch
     _no_torch: Exception = _error
 else:
     from . import native as native  # loads a build of the native part that matches
@@ -111,7 +111,7 @@ _DIAGNOSTICS = frozenset(("debug", "gradient_range", "report"))
 """Loaded at their first use: a script that trains does not need them."""
 
 
-if not TYPE_CHECKING:  # a checker would take any name to be there
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in __all__ and name not in _DIAGNOSTICS:

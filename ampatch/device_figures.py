@@ -1,6 +1,7 @@
-"""Devices as commands measure and describe them: time, memory, names, random numbers.
+"""Measures and describes devices for commands: time, memory, names, random number generators.
 
-Where a device lacks something, the answer is right without it, as in `torch_private/devices.py`.
+If a device lacks a feature, the functions here still return a valid result, as in
+`torch_private/devices.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from ampatch.torch_private.devices import (
-    NOT_THERE,
+    UNSUPPORTED_ERRORS,
     accelerator,
     current_stream,
     device_types,
@@ -30,26 +31,26 @@ VISIBLE = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
 }
-"""By type of devices: the variable by which a process sees some of them only."""
+"""By device type: the environment variable that limits which devices a process sees."""
 
 TOOLKITS = ("cuda", "hip", "xpu")
-"""The toolkits for which torch may have been built, by its names in `torch.version`."""
+"""The toolkits for which torch may have been built, by their names in `torch.version`."""
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all its work.  The CPU has no work left to wait for."""
+def synchronize(device: torch.device) -> None:
+    """Synchronize with a device.  Does nothing for the CPU."""
     if device.type == accelerator():
         torch.accelerator.synchronize(device)
 
 
 def moment(device: torch.device) -> Any:
-    """A moment of a device's work, for `seconds_between`: an event in its present stream.
+    """Record a moment for `seconds_between`, by an event in the device's current stream.
 
-    Nothing waits for it.  Where a device has no events that are timed, the host waits for the
-    device and looks at its own clock.
+    Does not synchronize with the device.  If the device has no timed events, synchronizes and
+    returns the host's clock.
     """
     if not _has_timed_events(device.type):
-        wait_for(device)
+        synchronize(device)
         return time.perf_counter()
     event = new_event(device, timed=True)
     event.record(current_stream(device))
@@ -57,7 +58,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(moments: Sequence[Any]) -> list[float]:
-    """The seconds from each moment to the next; waits for the last one."""
+    """The seconds from each moment to the next.  Synchronizes with the last moment."""
     if not moments or isinstance(moments[-1], float):
         return [later - earlier for earlier, later in itertools.pairwise(moments)]
     moments[-1].synchronize()
@@ -66,7 +67,7 @@ def seconds_between(moments: Sequence[Any]) -> list[float]:
 
 @functools.cache
 def _has_timed_events(kind: str) -> bool:
-    """Whether events of a type of devices can be recorded, and the time between two be told."""
+    """Whether a device type has events, and the time between two of them can be measured."""
     if kind != accelerator():
         return False
     device = torch.device(kind)
@@ -76,27 +77,27 @@ def _has_timed_events(kind: str) -> bool:
             event.record(current_stream(device))
         second.synchronize()
         first.elapsed_time(second)
-    except NOT_THERE:
+    except UNSUPPORTED_ERRORS:
         return False
     return True
 
 
 def peak_memory() -> int | None:
-    """The most bytes that this process held on all its accelerators together.
+    """The sum over all accelerators of the peak bytes of this process's tensors.
 
-    None where it has used none, and where torch keeps no such figure.
+    None if the process has used no accelerator, or if torch keeps no such statistics.
     """
     peaks = _peaks()
     return None if peaks is None else sum(peaks.values()) or None
 
 
-def used() -> list[torch.device]:
-    """The accelerators that this process has had tensors on.
+def used_accelerators() -> list[torch.device]:
+    """The accelerators on which this process has had tensors.
 
-    Where torch keeps no figures of their memory, the current one.
+    The current accelerator if torch keeps no memory statistics.
     """
     kind = accelerator()
-    if kind is None or not _is_begun(kind):
+    if kind is None or not _is_initialized(kind):
         return []
     peaks = _peaks()
     return (
@@ -107,50 +108,52 @@ def used() -> list[torch.device]:
 
 
 def _peaks() -> dict[torch.device, int] | None:
-    """The most bytes that this process held, by accelerator."""
+    """The peak bytes of this process's tensors, by accelerator."""
     kind = accelerator()
-    if kind is None or not _is_begun(kind):
+    if kind is None or not _is_initialized(kind):
         return None
     general = torch.accelerator.max_memory_allocated
     peak_of = getattr(_module(kind), "max_memory_allocated", general)
     try:
-        return {torch.device(kind, index): peak_of(index) for index in range(count(kind))}
-    except NOT_THERE:
+        return {torch.device(kind, index): peak_of(index) for index in range(device_count(kind))}
+    except UNSUPPORTED_ERRORS:
         return None
 
 
-def _is_begun(kind: str) -> bool:
-    """Whether this process has begun to use the accelerators.  The question starts nothing."""
+def _is_initialized(kind: str) -> bool:
+    """Whether this process has initialized the accelerators.  Does not initialize them."""
     return getattr(_module(kind), "is_initialized", lambda: True)()
 
 
 # Machines
 
 
-def count(kind: str) -> int:
-    """How many devices of a type there are; 0 for a type that this torch does not know."""
-    device_count = getattr(_module(kind), "device_count", None)
-    return 0 if device_count is None else device_count()
+def device_count(kind: str) -> int:
+    """The number of devices of a type; 0 for a type that this torch does not know."""
+    get_count = getattr(_module(kind), "device_count", None)
+    return 0 if get_count is None else get_count()
 
 
-def name_of(device: torch.device) -> str:
-    """The name of the product where torch tells it, else the type of the device."""
+def device_name(device: torch.device) -> str:
+    """The device's product name, or its type if torch does not tell the name."""
     get_name = getattr(_module(device.type), "get_device_name", None)
     return device.type if get_name is None else get_name(device)
 
 
-def described() -> list[str]:
-    """Each accelerator: its type, its name, and on CUDA its compute capability.
+def describe_accelerators() -> list[str]:
+    """Describe each accelerator: its type, its name, and on CUDA its compute capability.
 
-    Tensor Cores take float16 from 7.0 and bfloat16 from 8.0 on.
+    Tensor Cores support float16 from 7.0 and bfloat16 from 8.0 on.
     """
     kind = accelerator()
-    devices = () if kind is None else (torch.device(kind, index) for index in range(count(kind)))
-    return [_described(device) for device in devices]
+    devices = (
+        () if kind is None else (torch.device(kind, index) for index in range(device_count(kind)))
+    )
+    return [_describe(device) for device in devices]
 
 
-def _described(device: torch.device) -> str:
-    words, name = [str(device)], name_of(device)
+def _describe(device: torch.device) -> str:
+    words, name = [str(device)], device_name(device)
     if name != device.type:
         words.append(name)
     if device.type == "cuda":
@@ -158,22 +161,22 @@ def _described(device: torch.device) -> str:
     return " ".join(words)
 
 
-def built_for() -> dict[str, str]:
-    """The toolkits that this torch was built for, with their versions; none: for the CPU alone."""
+def toolkit_versions() -> dict[str, str]:
+    """The versions of the toolkits for which this torch was built.  Empty: for the CPU only."""
     versions = {name: getattr(torch.version, name, None) for name in TOOLKITS}
     return {name: version for name, version in versions.items() if version}
 
 
 def has_tf32() -> bool:
-    """Whether products of FP32 numbers may be taken in TF32 here."""
+    """Whether matrix products of FP32 tensors may run in TF32 on this machine's accelerator."""
     return accelerator() == "cuda"
 
 
-def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context manager factory; inside, random numbers are those that follow this call.
+def replay_random_numbers() -> Callable[[], AbstractContextManager[None]]:
+    """Return a factory of context managers in which the random numbers after this call repeat.
 
-    They come from torch, Python's `random` and NumPy's global generator, if NumPy is imported.
-    Outside of the context managers the generators are unchanged.
+    For torch, Python's `random` and, if NumPy is imported, its global generator.  Outside of the
+    context managers the generators are unchanged.
     """
     kind = accelerator()
     tools: list[Any] = [torch] if kind is None else [torch, _module(kind)]
@@ -198,7 +201,7 @@ def random_numbers_again() -> Callable[[], AbstractContextManager[None]]:
 
 
 def seeding_functions() -> dict[str, tuple[str, ...]]:
-    """The functions that seed accelerators, by name, each with the modules that have it."""
+    """The names of functions that seed accelerators, each with the modules that have it."""
     kinds = dict.fromkeys(("cuda", *device_types()[1:]))
     return {
         f"torch.{kind}.{name}": (f"torch.{kind}", f"torch.{kind}.random")
@@ -209,5 +212,5 @@ def seeding_functions() -> dict[str, tuple[str, ...]]:
 
 
 def _module(kind: str) -> Any:
-    """`torch.cuda` and its siblings; None: there is none."""
+    """The module of a device type, such as `torch.cuda`, or None if there is none."""
     return getattr(torch, kind, None)

@@ -1,8 +1,8 @@
 """The exceptions of ampatch, and helpers for their messages.  A leaf.
 
-Wrong values raise `ValueError`, wrong types `TypeError`, and calls in the wrong
-order or on the wrong object `AmpatchError` (a `RuntimeError`).  Each message
-says what was done, what was expected and what to do.
+Wrong values raise `ValueError`, wrong types `TypeError`, and calls in the wrong order or on the
+wrong object `AmpatchError` (a `RuntimeError`).  Each message says what was done, what was expected
+and what to do.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class BannedFunctionError(AmpatchError, NotImplementedError):
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """`' Did you mean "x"?'`, or `''` when nothing known is close to `word`."""
+    """Return `' Did you mean "x"?'`, or `''` if no known word is similar to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
 def type_name(value: object) -> str:
-    """The type of `value` as code names it: `torch.nn.Linear`, `str`."""
+    """The dotted name of the type of `value`: `torch.nn.Linear`, `str`."""
     cls = type(value)
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     return f"{module}{cls.__qualname__}"
 
 
 class UndoAll:
-    """Runs all steps of an undo, even if some raise; their errors are raised at the end.
+    """Runs all steps of an undo, even if some raise.  The errors are raised at the end.
 
-    A step that Ctrl-C interrupts is run again from its beginning.  `what` is the user's call; it
-    begins the message if there are several errors.
+    A step that KeyboardInterrupt interrupts is run again from its beginning.  `what` begins the
+    message if there are several errors: the user's call or a description of the undo.
     """
 
     def __init__(self, what: str) -> None:
@@ -49,7 +49,7 @@ class UndoAll:
         self._errors: list[BaseException] = []
 
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
-        """`action(*args)`, or None if that raises."""
+        """Return `action(*args)`, or None if it raises."""
         for _ in range(2):
             try:
                 return action(*args)
@@ -61,9 +61,9 @@ class UndoAll:
         return None
 
     def end(self) -> None:
-        """Raise the errors: one as it is, several as an `ExceptionGroup`.
+        """Raise a single error as it is, and several as an `ExceptionGroup`.
 
-        Before Python 3.11 several errors are an `AmpatchError` that names them.
+        Before Python 3.11 several errors are raised as an `AmpatchError` that names them.
         """
         if not self._errors:
             return

@@ -1,8 +1,8 @@
 """The logger "ampatch": rank 0 only, silent at verbosity 0, each message at most three times.
 
 A leaf.  The package logs and does not print: applications decide what they show.  Scripts for apex
-set no handler up, because apex printed.  For them, and under `ampatch run`, there is
-`show_without_handlers`.
+set up no handler, because apex printed.  `show_without_handlers` is for these scripts and for
+`ampatch run`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 
 import torch.distributed
 
-_REPEATS = 3  # times that the same message is logged
+_MAX_REPEATS = 3  # so many times the same message is logged
 
 ONCE = {"ampatch_once": True}
-"""The `extra` of a message that is logged once per process, also if several sessions open."""
+"""The `extra` of a message that is logged once per process, even if several sessions open."""
 
 
 class _RepeatFilter(logging.Filter):
@@ -46,11 +46,11 @@ class _RepeatFilter(logging.Filter):
         if hasattr(record, "ampatch_once"):
             self._logged_once.add(message)
         self._counts[message] += 1
-        return self._counts[message] <= _REPEATS
+        return self._counts[message] <= _MAX_REPEATS
 
 
 class _StderrHandler(logging.Handler):
-    """Shows messages on stderr, unless the program shows them."""
+    """Prints messages to stderr, unless the program has a handler for them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _has_own_handler():
@@ -61,43 +61,44 @@ class _StderrHandler(logging.Handler):
 
 
 _SHOWN_FROM = logging.INFO - 1
-"""The level that is set here; not INFO, so that it differs from a level that the program set."""
+"""The level that `show_without_handlers` sets.  Not INFO, which the program may have set."""
 
 logger = logging.getLogger("ampatch")
-_stderr = _StderrHandler()
+_stderr_handler = _StderrHandler()
 _repeat_filter = _RepeatFilter()
 logger.addFilter(_repeat_filter)
 
 
 def set_verbosity(verbosity: int) -> None:
-    """0 logs nothing, any other number logs.  Repeated messages are counted anew."""
+    """Log nothing if `verbosity` is 0.  Resets the counts of repeated messages."""
     _repeat_filter.reset(verbosity)
 
 
 def show_without_handlers(is_on: bool) -> None:
     """Show messages of level INFO or higher on stderr while the program has no handler for them.
 
-    Its handlers are those of the logger "ampatch" and of the root.  False ends it.
+    The program's handlers are on the logger "ampatch" or on the root logger.  `is_on=False` undoes
+    this.
     """
-    if is_on and not shows():
-        logger.addHandler(_stderr)
+    if is_on and not shows_without_handlers():
+        logger.addHandler(_stderr_handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(_SHOWN_FROM)
     elif not is_on:
-        logger.removeHandler(_stderr)
+        logger.removeHandler(_stderr_handler)
         if logger.level == _SHOWN_FROM:
             logger.setLevel(logging.NOTSET)
 
 
-def shows() -> bool:
+def shows_without_handlers() -> bool:
     """Whether `show_without_handlers` is on."""
-    return _stderr in logger.handlers
+    return _stderr_handler in logger.handlers
 
 
 def _has_own_handler() -> bool:
     """Whether the program has a handler for the messages."""
-    of_logger = [handler for handler in logger.handlers if handler is not _stderr]
-    return bool(of_logger or (logger.propagate and logging.root.handlers))
+    handlers = [handler for handler in logger.handlers if handler is not _stderr_handler]
+    return bool(handlers or (logger.propagate and logging.root.handlers))
 
 
 def _rank() -> int:

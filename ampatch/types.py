@@ -4,8 +4,8 @@
 
     def prepare(model: nn.Module, opt_level: OptLevel) -> nn.Module: ...
 
-Nothing here runs.  The functions check their arguments themselves, and accept more than a type
-checker does: opt levels as `"o1"`, numbers as strings.
+This module has types only.  The functions check their arguments themselves, and accept more than a
+type checker: opt levels as `"o1"`, numbers as strings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Overrides = (
 
 
 class Optimizer(Protocol):
-    """What the functions of ampatch take for an optimizer: torch's, and others such as LARC."""
+    """An object that the functions of ampatch accept as an optimizer: torch's, LARC and others."""
 
     @property
     def param_groups(self) -> Iterable[Mapping[str, Any]]:
@@ -45,7 +45,7 @@ class Optimizer(Protocol):
 
 
 class StandIn(Protocol):
-    """An object of a framework that stands for an optimizer (Lightning's, Fabric's)."""
+    """A framework's object that stands for an optimizer (Lightning's, Fabric's)."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -56,15 +56,15 @@ class StandIn(Protocol):
 
 
 Owner = ModuleType | type[object] | str
-"""Where a registered function lives; a string is a dotted name."""
+"""The module or class of a registered function; a string is its dotted name."""
 AnyOptimizer = Optimizer | StandIn
 Model = TypeVar("Model", bound=nn.Module)
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
-"""`initialize` returns what it gets: one model, or a list or tuple of them."""
+"""`initialize` returns the type of its argument: one model, or a list or tuple of models."""
 Optimizers = TypeVar("Optimizers", bound=AnyOptimizer | Sequence[AnyOptimizer])
 Called = TypeVar("Called", bound=Callable[..., object])
 Function = TypeVar("Function", bound="Callable[..., object] | classmethod[Any, Any, Any]")
-"""What a decorator gets and returns."""
+"""The type of a decorator's argument and result."""
 
 
 class ScaleRule(TypedDict, total=False):
@@ -84,7 +84,7 @@ class ScaleSettings(ScaleRule, total=False):
 
 
 class ApexSettings(TypedDict, total=False):
-    """The settings of `initialize` that apex had, but for those that its overloads spell out."""
+    """The settings of `initialize` that apex had, without those that its overloads have."""
 
     cast_model_type: torch.dtype | DtypeName | Literal[False] | None
     patch_torch_functions: bool | None
@@ -98,7 +98,7 @@ class ApexSettings(TypedDict, total=False):
 
 
 class Settings(ApexSettings, ScaleRule, total=False):
-    """The keywords of `initialize`, but for `enabled`, `opt_level`, `num_losses` and `dtype`."""
+    """The keywords of `initialize` without `enabled`, `opt_level`, `num_losses` and `dtype`."""
 
     overrides: Overrides | None
     max_consecutive_skips: int
@@ -108,6 +108,6 @@ class Settings(ApexSettings, ScaleRule, total=False):
 
 
 class PluginSettings(Settings, total=False):
-    """The keywords of Lightning's plugins, but for `opt_level` and `dtype`."""
+    """The keywords of Lightning's plugins without `opt_level` and `dtype`."""
 
     enabled: bool

@@ -163,5 +163,5 @@ def same_bits_with_native(native_cache):
 def scale_lives_on(request, monkeypatch):
     """Loss scales as numbers of the host, and as tensors, as with losses on an accelerator."""
     if request.param == "device":
-        monkeypatch.setattr(loss_scaler, "is_owned_by_host", lambda device: False)
+        monkeypatch.setattr(loss_scaler, "can_read_without_sync", lambda device: False)
     return request.param

@@ -3,9 +3,9 @@
 Where to look first:
 
 * `initialize`, `deactivate`, observers: `initialize`;
-* `scale_loss`, `master_params`, state dicts, questions about scale and skips: `training`;
+* `scale_loss`, `master_params`, state dicts, functions that read scale and skips: `training`;
 * decorators, registrations, `disable_casts`, `precision`: `casting`;
 * `init`, apex's oldest API: `legacy_init`;
-* what an `initialize` is to change, all of it checked: `plan`; which models and optimizers are
-  refused (DDP too early, sharded models): `argument_checks`.
+* the checked settings of one `initialize`: `plan`; which models and optimizers are refused (DDP too
+  early, sharded models): `argument_checks`.
 """

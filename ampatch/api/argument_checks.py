@@ -25,19 +25,20 @@ from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
 from ..models.module_overrides import overridden_submodules, precisions
-from ..models.sharded_weights import checked_shards
+from ..models.sharded_weights import checked_sharded_parameters
 from ..session.session import registry
-from ..torch_private.dtensors import can_exchange_data, is_dtensor, is_part_of_dtensor
+from ..torch_private.dtensors import can_replace_data, is_dtensor, is_localized_by_ddp
 from ..torch_private.optimizers import is_zero_redundancy, steps_in_backward
 from .plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_matched: set[Any] = set()  # keys of overrides that have matched a submodule in this process
+_matched_override_keys: set[Any] = set()
+"""The keys of overrides that have matched a submodule in this process."""
 
 
 class _UnmatchedOverride:
-    """Observer until the first step: an override of the environment that matches no submodule yet.
+    """Observes until the first step whether an override of the environment has matched a submodule.
 
     A later `initialize` may get the submodule.
     """
@@ -52,7 +53,7 @@ class _UnmatchedOverride:
 
     def on_step_begin(self, optimizer: object) -> None:
         self._stop_observing()
-        if self._key not in _matched:
+        if self._key not in _matched_override_keys:
             raise ValueError(
                 f"--overrides or AMPATCH_OVERRIDES: {self._key!r} matches no submodule of any "
                 f"model that ampatch.initialize got. {self._expected}"
@@ -62,8 +63,8 @@ class _UnmatchedOverride:
 # The arguments
 
 
-def known_names(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: the `TypeError` for an unknown argument suggests the right name."""
+def refuse_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: raises `TypeError` for an unknown argument, and suggests the right name."""
     names = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -81,10 +82,10 @@ def known_names(function: Callable[P, T]) -> Callable[P, T]:
 def as_models(models: Any, user_call: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.
 
-    Raises `TypeError` if one is no module, `ValueError` for the same object twice.
+    Raises `TypeError` if an object is no module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
-    return _listed(
+    return _as_list(
         models, lambda model: isinstance(model, nn.Module), f"{user_call}(models=", expected
     )
 
@@ -98,12 +99,14 @@ def as_optimizers(optimizers: Any, user_call: str = "ampatch.initialize") -> lis
     replaced; `ValueError` for the same object twice.
     """
     expected = "a torch.optim.Optimizer (or an object with param_groups, step and __dict__)"
-    listed = _listed(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
+    listed = _as_list(optimizers, _is_optimizer, f"{user_call}(optimizers=", expected)
     unwrapped = map(registry.objects.unwrapped_optimizer, listed)
     return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
-def _listed(objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str) -> list[Any]:
+def _as_list(
+    objs: Any, is_valid: Callable[[Any], bool], user_call: str, expected: str
+) -> list[Any]:
     listed = list(objs) if isinstance(objs, (list, tuple)) else [objs]
     for obj in listed:
         if not is_valid(obj):
@@ -125,7 +128,9 @@ def _is_optimizer(value: Any) -> bool:
 # Models under an opt level
 
 
-def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any) -> None:
+def check_objects(
+    plan: Plan, models: list[nn.Module], optimizers: list[Any], process_group: Any
+) -> None:
     """Raise an error if models, optimizers or process group do not fit the plan."""
     check_process_group(process_group)
     if not plan.properties.enabled:
@@ -137,7 +142,7 @@ def check(plan: Plan, models: list[nn.Module], optimizers: list[Any], process_gr
 
 
 def check_models(models: list[nn.Module], properties: Properties, overrides: Overrides) -> None:
-    """Raise `AmpatchError` for models that the level cannot change."""
+    """Raise `AmpatchError` for models that do not work at the opt level."""
     user_call = f"ampatch.initialize(opt_level={properties.opt_level!r})"
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     for index, model in enumerate(models):
@@ -146,7 +151,7 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
                 f"{user_call}: models[{index}], {model.original_name}, is TorchScript, whose "
                 "operators cannot be cast. Nothing was changed. Pass the model from before "
                 "torch.jit.script and compile it with torch.compile, or pass a model that has "
-                "this one as a submodule."
+                "this model as a submodule."
             )
         if has_ranks and _changes_dtypes(model, properties) and _are_accumulators_held(model):
             raise AmpatchError(
@@ -157,8 +162,8 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
             )
         if properties.cast_model_type is None:
             continue
-        _, stays_float = precisions(model, overrides.modules, properties)
-        cast_by_fsdp = checked_shards(model, properties, stays_float)
+        _, stays_fp32 = precisions(model, overrides.modules, properties)
+        cast_by_fsdp = checked_sharded_parameters(model, properties, stays_fp32)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(
                 f"{user_call}: models[{index}], a {type(model).__name__}, has {name!r}, {why} "
@@ -168,7 +173,7 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
 
 
 def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
-    """Whether parameters change their dtype, at O3 or back to FP32 after an earlier O3."""
+    """Whether parameters would change their dtype, at O3 or back to FP32 after an earlier O3."""
     managed = registry.objects.managed(model)
     if isinstance(managed, ManagedModel) and managed.converted_ids():
         return True
@@ -177,19 +182,19 @@ def _changes_dtypes(model: nn.Module, properties: Properties) -> bool:
 
 
 def _needs_cast(tensor: Tensor, properties: Properties) -> bool:
-    """Whether a tensor has another floating dtype than the level computes in."""
+    """Whether the tensor's floating dtype is not the dtype in which the level computes."""
     return tensor.dtype is not properties.cast_model_type and tensor.is_floating_point()
 
 
 def _are_accumulators_held(model: nn.Module) -> bool:
-    """Whether something holds the nodes of autograd that add to the gradients of a model.
+    """Whether other code holds the autograd nodes that accumulate the model's gradients.
 
-    DistributedDataParallel does: its hooks are on these nodes.  New data gives a parameter a new
-    node, and the ranks would silently train different weights.  The model has no reference to the
-    DistributedDataParallel around it, so each node gets a mark: a node that nothing holds goes at
-    once, together with its mark.
+    DistributedDataParallel holds them: its hooks are on these nodes.  A parameter with new data
+    gets a new node, and the ranks would silently train different weights.  The model has no
+    reference to the DistributedDataParallel around it, so each node gets a mark: a node that
+    nothing else holds is freed at once, together with its mark.
     """
-    gc.collect()  # unreachable losses may hold nodes
+    gc.collect()  # losses in reference cycles may hold nodes
     mark = object()
     leaves = [
         p
@@ -203,16 +208,16 @@ def _are_accumulators_held(model: nn.Module) -> bool:
 
 
 def _metadata_at(leaf: Tensor) -> dict[Any, Any]:
-    """The metadata of the node that adds to the leaf's gradient; it lives as long as the node."""
+    """The metadata of the node that accumulates the leaf's gradient; freed with the node."""
     return get_gradient_edge(leaf).node.metadata  # type: ignore[return-value]  # a property
 
 
 def _uncastable_weights(
     model: nn.Module, properties: Properties, cast_by_fsdp: set[int]
 ) -> Iterator[tuple[str, str]]:
-    """Names of weights that can neither be cast in place nor have half copies, and why not.
+    """Names of weights that can neither be cast in place nor have half copies, and the reasons.
 
-    Except those in `cast_by_fsdp` (ids).
+    Weights in `cast_by_fsdp` (ids) are left out.
     """
     class_names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -223,16 +228,16 @@ def _uncastable_weights(
 
 
 def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str]) -> str | None:
-    """The reason why a weight can have no other dtype; None: it can.
+    """The reason why a weight cannot have another dtype, or None if it can.
 
-    `class_names` are those of the model's modules.
+    `class_names`: the names of the classes of the model's modules.
 
-    FullyShardedDataParallel holds views of the old data, and would go on gathering these.  The
-    DTensors of tensor parallel hold their data themselves.
+    FullyShardedDataParallel holds views of the old data, and would still gather this data.  The
+    DTensors of tensor parallel hold their own data.
     """
     is_sharded = isinstance(tensor, nn.Parameter) and "FullyShardedDataParallel" in class_names
     if is_dtensor(tensor):
-        is_sharded |= "FSDPModule" in class_names or not can_exchange_data(tensor)
+        is_sharded |= "FSDPModule" in class_names or not can_replace_data(tensor)
     if is_sharded and _needs_cast(tensor, properties):
         return (
             f"a sharded parameter (FSDP, DTensor) in {tensor.dtype}. Models sharded by "
@@ -247,7 +252,7 @@ def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str
         )
     if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
         return f"a {type(tensor).__name__}, which wraps other tensors."
-    if is_part_of_dtensor(tensor) and properties.uses_half_copies:
+    if is_localized_by_ddp(tensor) and properties.uses_half_copies:
         return (
             "a shard of a DTensor. DistributedDataParallel(device_mesh=...) makes a DTensor of it "
             "in each forward, and would not use its half copy."
@@ -256,22 +261,22 @@ def _why_uncastable(tensor: Tensor, properties: Properties, class_names: set[str
 
 
 def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
-    """Raise `ValueError` for overrides that name no submodule, or `TypeError` for functions.
+    """Raise `ValueError` for an override that matches no submodule.
 
-    `TypeError`: a function cannot have the precision.  Overrides of the environment hold for every
-    `initialize` of the script, and each gets only some of the modules: an override that matches in
-    none of them ends the run at the first optimizer step.
+    Raises `TypeError` for a function that cannot have the precision.  Overrides of the environment
+    apply to every `initialize` of the script, and each gets only some of the modules: an override
+    that matches in none of them raises at the first optimizer step.
     """
     overrides, properties = plan.overrides, plan.properties
     for key, precision in overrides.modules:
         if any(overridden_submodules(model, [(key, precision)]) for model in models):
-            _matched.add(key)
+            _matched_override_keys.add(key)
             continue
         shown = key if isinstance(key, str) else key.__name__
         names = [name for model in models for name, _ in model.named_modules() if name]
         expected = "Expected a path such as those of model.named_modules()."
         expected += did_you_mean(shown, names)
-        if "overrides" not in plan.replaced:
+        if "overrides" not in plan.replaced_settings:
             raise ValueError(
                 f"ampatch.initialize(overrides={{{shown!r}: {precision!r}}}): no submodule matches "
                 f"{shown!r}. {expected}"
@@ -302,7 +307,7 @@ def check_overrides_exist(plan: Plan, models: list[nn.Module]) -> None:
 
 
 def check_process_group(group: Any) -> None:
-    """Raise `TypeError` for what is neither None nor a group of `torch.distributed`."""
+    """Raise `TypeError` unless `group` is None or a process group of `torch.distributed`."""
     group_class = getattr(torch.distributed, "ProcessGroup", None)
     if group is not None and (group_class is None or not isinstance(group, group_class)):
         raise TypeError(
@@ -323,7 +328,7 @@ def check_optimizers(
 ) -> None:
     """Raise an error for optimizers that cannot train these models, or would do so wrongly.
 
-    `ValueError`: an optimizer has none of their parameters, or does not update half ones.
+    `ValueError`: an optimizer has none of their parameters, or does not update half parameters.
     `AmpatchError`: it would step with wrong gradients, or on some ranks only.
     """
     owned = {id(parameter) for model in models for parameter in model.parameters()}
@@ -333,9 +338,9 @@ def check_optimizers(
             raise ValueError(
                 f"{user_call}(optimizers=...): optimizer {index} ({type_name(optimizer)}) "
                 "holds none of the model's parameters. Expected an optimizer built from "
-                "model.parameters(), after model.to(device) and not from a copy of the model. An "
-                "optimizer of parameters outside of any model (a learned temperature) gets a "
-                "session of its own: ampatch.initialize([], optimizer)."
+                "model.parameters(), after model.to(device) and not from a copy of the model. For "
+                "an optimizer of parameters outside of any model (a learned temperature) call "
+                "initialize without models: ampatch.initialize([], optimizer)."
             )
         if _ignores_half(optimizer, models, properties):
             raise ValueError(
@@ -346,8 +351,8 @@ def check_optimizers(
         if (
             properties.loss_scale == "dynamic"
             and process_group is None
-            and any(map(is_part_of_dtensor, params))
-        ):  # around tensor parallel: plain parameters to DDP, which do not know their mesh
+            and any(map(is_localized_by_ddp, params))
+        ):  # DDP around tensor parallel has made plain parameters of them, without a mesh
             raise AmpatchError(
                 f"{user_call}(optimizers=...): {type(optimizer).__name__} has shards of DTensors, "
                 "which DistributedDataParallel(device_mesh=...) turned into plain parameters. An "
@@ -369,7 +374,7 @@ def check_optimizers(
 
 
 def _ignores_half(optimizer: Any, models: list[nn.Module], properties: Properties) -> bool:
-    """Whether it is fused SGD with half parameters on the CPU, which torch 2.13 does not update."""
+    """Whether this is fused SGD with half parameters on the CPU, which torch 2.13 leaves alone."""
     return (
         properties.cast_model_type in HALF_DTYPES
         and not properties.master_weights

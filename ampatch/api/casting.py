@@ -13,29 +13,29 @@ from ..casting.policy import Policy, PolicyContext
 from ..casting.rules import CHOOSERS
 from ..casting.tables import Rule
 from ..config.overrides import PRECISIONS
-from ..config.validation import word
-from ..session.session import cast_state, registry
-from ..torch_private.autocast import devices_on, half_dtype
+from ..config.validation import known_word
+from ..session.session import get_cast_state, registry
+from ..torch_private.autocast import devices_with_torch_autocast, torch_autocast_dtype
 from ..types import Function, Owner, Precision
 
 
 def half_function(function: Function) -> Function:
     """Decorator: casts the floating arguments of a function to the half dtype.
 
-    For functions, methods, static and class methods (above or below `@staticmethod`), and
-    subclasses of `torch.autograd.Function`: there it casts the inputs of `apply`, and `backward`
-    uses the same casts as the forward.  Raises `TypeError` for anything else.
+    Works on functions, methods, static and class methods (above or below `@staticmethod`), and
+    subclasses of `torch.autograd.Function`: it casts the inputs of `apply`, and `backward` uses the
+    same casts as the forward.  Raises `TypeError` for anything else.
     """
     return _decorated(function, Rule.HALF, "ampatch.half_function")
 
 
 def float_function(function: Function) -> Function:
-    """As `half_function`, but casts half arguments to FP32."""
+    """Like `half_function`, but casts half arguments to FP32."""
     return _decorated(function, Rule.FLOAT, "ampatch.float_function")
 
 
 def promote_function(function: Function) -> Function:
-    """As `half_function`, but casts to the widest floating dtype among the arguments."""
+    """Like `half_function`, but casts to the widest floating dtype among the arguments."""
     return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
 
 
@@ -43,15 +43,15 @@ def _decorated(function: Any, rule: Rule, user_call: str) -> Any:
     user_functions.check_can_follow_rule(function, user_call)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):
-        return user_functions.casting_wrapper(function, choose, cast_state)
-    replacements = user_functions.function_class_replacements(function, choose, cast_state)
+        return user_functions.casting_wrapper(function, choose, get_cast_state)
+    replacements = user_functions.function_class_replacements(function, choose, get_cast_state)
     for name, make in replacements.items():
         setattr(function, name, make(inspect.getattr_static(function, name)))
     return function
 
 
 def register_half_function(module: Owner, name: str | None = None) -> None:
-    """As `half_function`, for a function of another module.
+    """Like `half_function`, for a function of another module.
 
         ampatch.register_half_function(functional, "linear")
 
@@ -69,12 +69,12 @@ def register_half_function(module: Owner, name: str | None = None) -> None:
 
 
 def register_float_function(module: Owner, name: str | None = None) -> None:
-    """As `register_half_function`, but casts half arguments to FP32."""
+    """Like `register_half_function`, but casts half arguments to FP32."""
     registry.register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: Owner, name: str | None = None) -> None:
-    """As `register_half_function`, but casts to the widest dtype among the arguments."""
+    """Like `register_half_function`, but casts to the widest dtype among the arguments."""
     registry.register(module, name, Rule.PROMOTE)
 
 
@@ -82,7 +82,7 @@ def unregister_function(module: Owner, name: str | None = None) -> None:
     """Undo a `register_*_function`.  (`deactivate` keeps registrations.)
 
     Name the function as in `register_half_function`.  It is no longer cast, in this session and in
-    later ones.  Raises `ValueError` if it is not registered.
+    later sessions.  Raises `ValueError` if it is not registered.
     """
     registry.unregister(module, name)
 
@@ -93,7 +93,7 @@ def disable_casts() -> PolicyContext:
         with ampatch.disable_casts():
             loss = criterion(model(inputs), targets)
 
-    It holds in managed models that are called inside.  torch's own autocast is off inside too,
+    It applies to managed models that are called inside.  torch's own autocast is off inside too,
     unless a `torch.autocast` block begins inside.  The block belongs to its thread, like torch's
     grad mode.  So if a generator or a task is suspended inside the block, other code of this thread
     runs without casts too.  New threads cast; forked processes inherit the block.  Decorating a
@@ -108,20 +108,20 @@ def precision(dtype: Precision) -> PolicyContext:
         with ampatch.precision("float"):
             loss = criterion(model(inputs), targets)
 
-    `dtype` is `"float"` (FP32) or `"half"`.  Like `disable_casts`, the block belongs to its thread,
-    and holds in managed models that are called inside.  If no open session casts, it does nothing.
+    `dtype` is `"float"` (FP32) or `"half"`.  Like `disable_casts`, the block belongs to its thread
+    and applies to managed models that are called inside.  It does nothing if no open session casts.
     Raises `ValueError` for any other `dtype`.
     """
     user_call = f"ampatch.precision({dtype!r})"
-    word(user_call, dtype, PRECISIONS)
+    known_word(user_call, dtype, PRECISIONS)
 
     def forced() -> Policy | None:
         policy, _ = registry.state.innermost_policy()
         if policy is None:
             return INHERIT
-        on = devices_on()
-        if on:
-            policy = policy.with_half_dtype(half_dtype(on[-1]))
+        autocast_devices = devices_with_torch_autocast()
+        if autocast_devices:
+            policy = policy.with_half_dtype(torch_autocast_dtype(autocast_devices[-1]))
         return policy.casting_all_to(torch.float32 if dtype == "float" else policy.half_dtype)
 
     return PolicyContext(registry.state, forced, user_call)

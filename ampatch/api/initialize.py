@@ -27,7 +27,7 @@ from ..types import (
     Overrides,
 )
 from . import argument_checks
-from .plan import plan_of
+from .plan import make_plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +63,7 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
-@argument_checks.known_names
+@argument_checks.refuse_unknown_arguments
 def initialize(
     models: nn.Module | Sequence[nn.Module],
     optimizers: AnyOptimizer | Sequence[AnyOptimizer] | None = None,
@@ -133,8 +133,8 @@ def initialize(
             nothing.  The path of a JSON file works too; `ampatch tune` writes one.
         init_scale: the first dynamic loss scale.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
-        growth_factor: factor of growth, above 1.
-        backoff_factor: factor after an overflow, below 1.
+        growth_factor: the scale is multiplied by this when it grows; above 1.
+        backoff_factor: the scale is multiplied by this after an overflow; below 1.
         max_consecutive_skips: number of skipped steps in a row after which an error is logged,
             with the parameters and what to try.  With fused optimizers on an accelerator the error
             comes up to a quarter of this number later.
@@ -169,10 +169,10 @@ def initialize(
     for name in ("models", "optimizers", "process_group"):
         del settings[name]
     set_verbosity(verbosity)
-    plan = plan_of(settings)
+    plan = make_plan(settings)
     listed_models = argument_checks.as_models(models)
     listed_optimizers = [] if optimizers is None else argument_checks.as_optimizers(optimizers)
-    argument_checks.check(plan, listed_models, listed_optimizers, process_group)
+    argument_checks.check_objects(plan, listed_models, listed_optimizers, process_group)
     session = Session(
         plan.properties,
         overrides=plan.active_overrides,
@@ -182,13 +182,13 @@ def initialize(
 
     def notify() -> None:
         registry.observers.notify("on_initialize", plan.properties)
-        if plan.replaced:
-            registry.observers.notify("on_replaced", plan.replaced)
+        if plan.replaced_settings:
+            registry.observers.notify("on_replaced", plan.replaced_settings)
 
     with taken_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
-    logger.info("Initialized:%s", plan.properties.in_lines())
+    logger.info("Initialized:%s", plan.properties.format_settings())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
     native.log_gain_of_a_build()
@@ -206,11 +206,11 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
 
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  Models that the session already
-            has do not change.
+            has are not changed.
         to: a model or an optimizer of the session to join.  None: the session opened last.
 
     Raises:
-        TypeError: `models` holds something else.
+        TypeError: `models` has an object that is no module.
         AmpatchError: no session is open, `to` is in no session, a model is in another session, or
             `initialize` would refuse it.
 
@@ -218,7 +218,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     """
     user_call = "ampatch.add_models"
     listed = argument_checks.as_models(models, user_call)
-    session = registry.session_of(to, f"{user_call}(to=...)")
+    session = registry.require_session_of(to, f"{user_call}(to=...)")
     sessions = [registry.objects.session_of(model) for model in listed]
     if not {*sessions} <= {None, session}:
         raise AmpatchError(
@@ -242,7 +242,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
     Args:
         optimizers: an optimizer, or a list or tuple of them.  Optimizers that the session already
-            has do not change.
+            has are not changed.
 
     Raises:
         TypeError: an object has no `param_groups` or no `step`.
@@ -255,7 +255,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """
     user_call = "ampatch.add_optimizers"
     listed = argument_checks.as_optimizers(optimizers, user_call)
-    session = _session_of(listed)
+    session = _session_for_optimizers(listed)
     new = [optimizer for optimizer in listed if registry.objects.session_of(optimizer) is None]
     if session.properties.enabled:
         models = [managed.model for managed in session.models]
@@ -268,8 +268,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
-def _session_of(optimizers: list[Any]) -> Session:
-    """The session that has these optimizers or their parameters, else the one opened last."""
+def _session_for_optimizers(optimizers: list[Any]) -> Session:
+    """The session that has these optimizers or their parameters; otherwise the one opened last."""
     latest = registry.latest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
@@ -324,15 +324,16 @@ def deactivate() -> None:
 
 
 def observe(observer: object) -> Callable[[], None]:
-    """Call the methods of an object at events; returns a function that ends this.
+    """Register an observer, whose methods are called at events.
 
-    The methods, each optional:
+    Returns a function that removes it.  The methods, each optional:
 
         on_initialize(properties)
         on_replaced(values): settings that environment variables replaced:
             `{name: (value of the script, new value)}`.
         on_loss(loss, loss_id): the unscaled loss of a `scale_loss` block.
-        on_scale(scale, loss_id): its loss scale, a float, or a 0-dim tensor that changes later.
+        on_scale(scale, loss_id): the block's loss scale, a float, or a 0-dim tensor that changes
+            later.
         on_backward(loss_id): the backward pass of the block has ended.
         on_unscaled(loss_id): the block has ended; its gradients are unscaled.
         on_step_begin(optimizer)

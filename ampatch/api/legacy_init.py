@@ -1,4 +1,4 @@
-"""apex's oldest API: `init` patches torch and returns a handle to scale losses with.
+"""apex's oldest API: `init` patches torch and returns a handle that scales losses.
 
     handle = ampatch.init()
     optimizer = handle.wrap_optimizer(optimizer)
@@ -38,7 +38,7 @@ def init(
 ) -> Handle:
     """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
 
-    Not cast: work in DataLoaders and in hooks of backward passes.  In models at O2 and O3 only
+    Calls in DataLoaders and in hooks of backward passes are not cast.  In models at O2 and O3 only
     registered functions of the user, and calls that mix FP32 and half, are cast.
 
     Args:
@@ -75,16 +75,16 @@ def init(
         enabled = False
     arguments = {"enabled": enabled, "loss_scale": loss_scale, "allow_banned": allow_banned}
     for session in registry.sessions:
-        if session.handle is not None:
+        if session.init_handle is not None:
             return _existing_handle(session, arguments)
     set_verbosity(1)
     level = level.replace("O0", "O1")
     properties = properties_for(level, dtype, verbosity=1, patch_scope="process", **arguments)
     session = Session(properties, has_apex_tables=True)
-    session.handle = Handle(session, has_cache=bool(enable_caching))
+    session.init_handle = Handle(session, has_cache=bool(enable_caching))
     session.open([], [])
     (logger.info if verbose else logger.debug)("ampatch.init: %s", properties)
-    return session.handle
+    return session.init_handle
 
 
 def _existing_handle(session: Session, arguments: dict[str, Any]) -> Handle:
@@ -99,7 +99,7 @@ def _existing_handle(session: Session, arguments: dict[str, Any]) -> Handle:
             "settings call handle._deactivate() first.",
             ", ".join(differing),
         )
-    return session.handle
+    return session.init_handle
 
 
 class Handle:
@@ -142,7 +142,7 @@ class Handle:
         return self._scaled(loss, optimizer, loss_id=0)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
-        """An optimizer with its own `scale_loss`, with a loss scale for each of `num_loss` losses.
+        """Wrap an optimizer: it gets `scale_loss`, and a loss scale for each of `num_loss` losses.
 
         Raises `TypeError` or `ValueError` for a wrong `num_loss`.
         """
@@ -199,7 +199,7 @@ class WrappedOptimizer:
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask before there is an optimizer
+        if name.startswith("__"):  # copy and pickle read attributes before `_optimizer` is set
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

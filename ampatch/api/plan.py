@@ -1,7 +1,7 @@
 """The plan of one `initialize`: its settings, some replaced by the environment, all checked.
 
-Making it changes nothing.  It knows neither models nor optimizers: `argument_checks.check` compares
-these with it.
+Making a plan changes nothing.  `argument_checks.check_objects` compares models and optimizers with
+it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from ..log import ONCE, logger
 class Plan:
     """Settings of one `initialize`.
 
-    `overrides` are the user's; of these, `active_overrides` have an effect.  `replaced` has the
-    settings that the environment changes: `{name: (the script's value, the active one)}`.
+    `overrides` are the user's overrides, and `active_overrides` those with an effect at this level.
+    `replaced_settings` has the settings that the environment changes:
+    `{name: (the script's value, the active value)}`.
     """
 
     properties: Properties
     overrides: Overrides
     active_overrides: Overrides
-    replaced: dict[str, tuple[Any, Any]]
+    replaced_settings: dict[str, tuple[Any, Any]]
 
 
-def plan_of(settings: dict[str, Any]) -> Plan:
+def make_plan(settings: dict[str, Any]) -> Plan:
     """The plan for these arguments of `initialize`, by name.
 
     Raises `TypeError` or `ValueError` naming the argument.
     """
     replacing = environment.read()
-    for message in environment.misspelt():
+    for message in environment.misspelt_messages():
         logger.warning(message, extra=ONCE)
     arguments = environment.replaced_arguments(settings, replacing)
     overrides = active_overrides = parse(arguments.pop("overrides"))
@@ -45,9 +46,9 @@ def plan_of(settings: dict[str, Any]) -> Plan:
         active_overrides = parse(None)
     if properties.keep_batchnorm_fp32 is False and properties.uses_half_copies:
         logger.info(
-            "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm takes "
+            "keep_batchnorm_fp32=False has no effect while weights stay FP32: BatchNorm accepts "
             "half inputs with FP32 weights and statistics. For half weights add "
             "master_weights=False."
         )
-    replaced = environment.effects(settings, replacing, properties) if replacing else {}
-    return Plan(properties, overrides, active_overrides, replaced)
+    replaced = environment.replaced_values(settings, replacing, properties) if replacing else {}
+    return Plan(properties, overrides, active_overrides, replaced_settings=replaced)

@@ -1,4 +1,4 @@
-"""What a training loop calls: `scale_loss`, and questions about scale, skips and weights."""
+"""What a training loop calls: `scale_loss`, and functions that read scale, skips and weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scaled_backward import PlainBackward
 from ..scaling.scaler_entries import load_entries
 from ..scaling.steps import StepCounts
-from ..session.object_registry import alive
+from ..session.object_registry import live_counterparts
 from ..session.session import Session, registry
 from ..types import AnyOptimizer, Optimizer
 
@@ -97,9 +97,10 @@ def scale_loss(
 
 
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
-    """Of the sessions of two optimizers that share a loss, the one whose scaler both use.
+    """The session whose scaler scales a loss that optimizers of two sessions share.
 
-    Under a static scale the optimizer of a dynamic one would step on inf and NaN.
+    It is the session with a dynamic scale, or `second` if both or none have one: under a static
+    scale its optimizer would step on inf and NaN.
     """
     if first.properties.enabled != second.properties.enabled:
         raise AmpatchError(
@@ -107,26 +108,29 @@ def _with_dynamic_scale(first: Session, second: Session) -> Session:
             "with enabled=False, and nothing would unscale their gradients. Expected the same "
             "enabled=... for all models and optimizers of a loss."
         )
-    return first if first.looks_for_overflow() and not second.looks_for_overflow() else second
+    return first if first.checks_for_overflow() and not second.checks_for_overflow() else second
 
 
-def _managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
-    """The managed optimizer, None in a disabled session.  Raises `AmpatchError`."""
+def _find_managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
+    """The managed optimizer, or None in a disabled session.
+
+    Raises `AmpatchError` if no session has the optimizer.
+    """
     found = registry.objects.find_optimizer(optimizer)
     _, managed = found or _disabled_session_or_raise(optimizer, user_call)
     return managed
 
 
 def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session, None]:
-    """The session opened last, for an optimizer that none manages, where all are disabled.
+    """For an optimizer that no session manages: the session opened last, if all are disabled.
 
-    Else raises an `AmpatchError` that names the optimizers that are managed.
+    Otherwise raises an `AmpatchError` that names the optimizers that are managed.
     """
     session = registry.latest(f"{user_call}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
-    optimizers += alive(*[session.unmanaged_entries for session in registry.sessions])
+    optimizers += live_counterparts(*[session.unmanaged_entries for session in registry.sessions])
     names = Counter(type(known).__name__ for known in optimizers)
     shown = [name if count == 1 else f"{count} of {name}" for name, count in names.items()]
     raise AmpatchError(
@@ -149,7 +153,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"ampatch.master_params(optimizer=...): expected an optimizer, with param_groups, got "
-            f"{type_name(optimizer)}. Pass what ampatch.initialize has returned."
+            f"{type_name(optimizer)}. Pass the optimizer that ampatch.initialize has returned."
         )
     return (param for group in optimizer.param_groups for param in group["params"])
 
@@ -161,8 +165,8 @@ def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str
 
     An entry also holds `"dynamic": False` for a static scale, and settings that
     `set_loss_scale_settings` changed.  If you called `initialize` several times, pass as `of` a
-    model or an optimizer of the session.  Without `of` the last session that has an optimizer is
-    taken, and a warning is logged if there are others.  Waits for the device.
+    model or an optimizer of the session.  Without `of` it is the last session that has an
+    optimizer, and a warning is logged if there are others.  Synchronizes with the device.
 
     Raises `AmpatchError` if no session is open, or none has `of`.
     """
@@ -187,12 +191,14 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
 
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`, else of the last that scales losses."""
+    """The loss scalers of the session that has `of`; for None, of the last that scales losses."""
     session = (
-        registry.session_of(of, user_call) if of is not None else registry.latest_scaling(user_call)
+        registry.require_session_of(of, user_call)
+        if of is not None
+        else registry.latest_scaling(user_call)
     )
     others = [other for other in registry.scaling_sessions() if other is not session]
-    if of is None and any(other.looks_for_overflow() for other in others):
+    if of is None and any(other.checks_for_overflow() for other in others):
         logger.warning(
             "%s: it covers only the last session that has an optimizer; other sessions have their "
             "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
@@ -203,18 +209,20 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The current loss scale of the last session that has an optimizer.  Waits for the device.
+    """The current loss scale of the last session that has an optimizer.
 
-    If no session has an optimizer, it is that of the session opened last.  All functions of the
-    loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.  Raises
-    `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
+    If no session has an optimizer, it is the scale of the session opened last.  All functions of
+    the loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.
+    Synchronizes with the device.
+
+    Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
     """
     session = registry.latest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
-def _scaler(user_call: str, loss_id: int) -> Scaler:
+def _scaler_of_latest(user_call: str, loss_id: int) -> Scaler:
     """A loss scaler of the last session that scales losses."""
     session = registry.latest_scaling(f"{user_call}(...)")
     _check_loss_id(loss_id, session, user_call)
@@ -238,7 +246,7 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or `ValueError`
     for any other value, and changes nothing.
     """
-    scaler = _scaler("ampatch.set_loss_scale", loss_id)
+    scaler = _scaler_of_latest("ampatch.set_loss_scale", loss_id)
     user_call = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
     scaler.set(positive_number(user_call, value, expected, or_text=True))
@@ -250,7 +258,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
     """
-    settings = _scaler("ampatch.loss_scale_settings", loss_id).settings
+    settings = _scaler_of_latest("ampatch.loss_scale_settings", loss_id).settings
     return {} if settings is None else dataclasses.asdict(settings)
 
 
@@ -267,7 +275,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
     After an exception nothing has changed.
     """
     user_call = "ampatch.set_loss_scale_settings(...)"
-    scaler = _scaler("ampatch.set_loss_scale_settings", loss_id)
+    scaler = _scaler_of_latest("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{user_call}: loss scale {loss_id} is static and has no settings. Use "
@@ -279,20 +287,20 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
 def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     """Whether the last `optimizer.step()` was skipped because of an overflow.
 
-    For a fused optimizer it waits for the device.
+    For a fused optimizer it synchronizes with the device.
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
-    managed = _managed(optimizer, "ampatch.step_was_skipped")
+    managed = _find_managed(optimizer, "ampatch.step_was_skipped")
     return managed is not None and bool(managed.skipped)
 
 
 def step_counts(optimizer: AnyOptimizer) -> StepCounts:
     """The numbers of steps `taken`, `skipped` and `skipped_in_a_row` (the latest), as ints.
 
-    Counted since `initialize`; a step with a closure is one step.  Steps in replays of a CUDA graph
-    count under a dynamic loss scale only.  With `enabled=False` all are 0.  Waits for the device if
-    the optimizer is fused.  Raises `AmpatchError` for an optimizer that was not given to
-    `initialize`.
+    Steps are counted since `initialize`; a step with a closure is one step.  Steps in replays of a
+    CUDA graph are counted only under a dynamic loss scale.  With `enabled=False` all numbers are 0.
+    Synchronizes with the device if the optimizer is fused.  Raises `AmpatchError` for an optimizer
+    that was not given to `initialize`.
     """
-    managed = _managed(optimizer, "ampatch.step_counts")
+    managed = _find_managed(optimizer, "ampatch.step_counts")
     return StepCounts(0, 0, 0) if managed is None else managed.counter.read()

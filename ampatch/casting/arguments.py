@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def leaves(values: Iterable[Any]) -> list[Any]:
-    """The values in nested lists and tuples, in their order."""
+    """The values, with nested lists and tuples flattened."""
     flat = []
     for value in values:
         if isinstance(value, (list, tuple)):

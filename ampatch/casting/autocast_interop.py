@@ -1,28 +1,29 @@
-"""torch.autocast beside ampatch: its regions, its switch, and questions about its state.
+"""torch.autocast beside ampatch: its regions, its switch, and queries of its state.
 
 *A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region nothing is
-cast on its device type.  A region enabled inside a managed forward at O1 gives the half dtype:
-ampatch goes on casting, and torch's autocast is off.  Outside of managed forwards torch's autocast
-casts, and ampatch does not.  A managed forward that begins in a region is under its own policy
-again: see `CastState.policy_of_forward`.  torch's own code enters regions too, to restore the
-autocast state of a forward.  The code that it runs there is under the policy of that forward
-(`context_propagation`), the innermost one.
+cast on its device type.  A region enabled inside a managed forward at O1 sets the half dtype:
+ampatch continues to cast, and torch's autocast is off.  Outside of managed forwards torch's
+autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
+policy again: see `CastState.set_policy_args`.  torch's own code enters regions too, to restore the
+autocast state of a forward.  The code in such a region is under the policy of that forward
+(`context_propagation`).
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts unchanged; a warning names the remedy.
 
-*`torch.is_autocast_enabled` and `get_autocast_dtype`* return True and the policy's half dtype, if
-calls on the device are cast: libraries ask in order to act as under autocast, and so does
-`custom_fwd`.  torch's other modules get torch's answer, since they save the state to restore it,
+*`torch.is_autocast_enabled` and `get_autocast_dtype`* return True and the policy's half dtype if
+calls on the device are cast: libraries call them in order to behave as under autocast, and so does
+`custom_fwd`.  torch's other modules get torch's values, because they save the state to restore it,
 guard on it or choose kernels by it.
 
-So the caller's frame decides one question: *does torch's own code ask for the state, or set it?*
-Only the switch and the questions look at the frame.  Three other ways were tried:
+So the caller's Python frame decides one question: *does torch's own code read the state, or set
+it?*  Only the switch and the queries look at the frame.  Three other ways were tried:
 
-* One answer for all.  Then `autocast.__enter__`, checkpoints and Dynamo restore ampatch's answer as
-  torch's state, and transformer layers and CUDA graphs do not take their fast paths.
-* A flag that is set while such code of torch's runs.  A module's forward asks in its middle, where
-  no flag can be set, and such code runs the user's code too.
+* The same values for all callers.  Then `autocast.__enter__`, checkpoints and Dynamo restore
+  ampatch's values as torch's state, and transformer layers and CUDA graphs do not take their fast
+  paths.
+* A flag that is set while such code of torch's runs.  A module's forward queries the state in its
+  middle, where no flag can be set, and such code runs the user's code too.
 * A list of the functions that save the state.  It gets longer with each version of torch.
 """
 
@@ -39,15 +40,20 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
-from ..torch_private.autocast import ASK_TO_CAST, AUTOCAST, is_enabled, set_enabled
+from ..torch_private.autocast import (
+    ASK_TO_CAST,
+    AUTOCAST,
+    is_torch_autocast_enabled,
+    set_torch_autocast_enabled,
+)
 from ..torch_private.devices import device_types
-from ..torch_private.dynamo import is_compiling
+from ..torch_private.dynamo import is_inside_compiler
 from .calls import BACKWARD, REGION, CastState, thread_calls
 from .patches import MakeReplacement
 from .policy import Policy
 
 _IGNORED = "_ampatch_ignored"
-"""Attribute of a region that changes no casts of ampatch: see `silence`."""
+"""Attribute of a region that changes no casts of ampatch: see `ignore_region`."""
 
 
 class AutocastInterop:
@@ -64,7 +70,7 @@ class AutocastInterop:
         ]
 
     def state_functions(self) -> list[tuple[str, str, MakeReplacement]]:
-        """`(where, name, make)` for the functions that set the state, and that ask for it."""
+        """`(where, name, make)` for the functions that set the state or query it."""
         return [
             ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
             ("torch", "set_autocast_cpu_enabled", lambda original: self._set(original, "cpu")),
@@ -76,7 +82,7 @@ class AutocastInterop:
         ]
 
     def exit_regions(self) -> None:
-        """Exit all regions of this thread: without the patches their own exit is not seen."""
+        """Exit all regions of this thread.  To be called before their patches are undone."""
         for call in list(thread_calls.stack):
             if call.kind == REGION:
                 self._state.exit(call)
@@ -85,18 +91,18 @@ class AutocastInterop:
 
     def _enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
-            if hasattr(region, _IGNORED) or is_compiling():
+            if hasattr(region, _IGNORED) or is_inside_compiler():
                 return original(region)
-            was_on = is_enabled(region.device)
+            was_enabled = is_torch_autocast_enabled(region.device)
             entered = None
             try:
                 entered = original(region)
                 self._enter_call(region)
                 return entered
-            except BaseException:  # the `with` statement does not begin, so it will not exit
+            except BaseException:  # the `with` statement will not call `__exit__`
                 if entered is not None:
                     region.__exit__(None, None, None)
-                set_enabled(region.device, was_on)
+                set_torch_autocast_enabled(region.device, was_enabled)
                 raise
 
         return enter
@@ -106,14 +112,14 @@ class AutocastInterop:
             try:
                 if thread_calls.stack:
                     self._state.exit_block(region)
-            except BaseException:  # Ctrl-C: nothing else ends the region
+            except BaseException:  # KeyboardInterrupt: no other code exits the region
                 self._state.exit_block(region)
                 raise
             finally:
                 try:
                     result = original(region, *exception)
                 except BaseException:
-                    set_enabled(region.device, region.prev)
+                    set_torch_autocast_enabled(region.device, region.prev)
                     raise
             return result
 
@@ -122,14 +128,15 @@ class AutocastInterop:
     def _enter_call(self, region: torch.autocast) -> None:
         """Enter the region's call, with its policy for tensors on its type of device."""
         state, device = self._state, region.device
-        policy, is_on = state.current(), is_enabled(device)
+        policy, is_region_enabled = state.current_policy(), is_torch_autocast_enabled(device)
         is_custom_bwd = bool(thread_calls.stack) and thread_calls.stack[-1].kind == BACKWARD
         if policy is None or not policy.casts_on_device(device):
             pass
-        elif is_custom_bwd and is_on:
-            set_enabled(device, False)  # the region's exit restores the previous state
-        elif is_on and policy.condition is None:
-            set_enabled(device, False)
+        elif is_custom_bwd and is_region_enabled:
+            # The region's exit restores the previous state.
+            set_torch_autocast_enabled(device, False)
+        elif is_region_enabled and policy.condition is None:
+            set_torch_autocast_enabled(device, False)
             policy = policy.with_half_dtype(region.fast_dtype)
         else:
             policy = without_device(policy, device)
@@ -143,7 +150,7 @@ class AutocastInterop:
             if is_dynamo_compiling() or _is_of_torch(_module(sys._getframe(1))):
                 return
             device = _device_of(args, kwargs, default)
-            if self._state.policy_on(device) is not None:
+            if self._state.current_policy_for_device(device) is not None:
                 logger.warning(
                     "torch.set_autocast_enabled(%r, ...) sets torch's own autocast; ampatch's "
                     "casts stay. To run code without them write `with torch.autocast(%r, "
@@ -154,14 +161,14 @@ class AutocastInterop:
 
         return set_autocast_enabled
 
-    # Questions
+    # Queries
 
     def _enabled(self, original: Callable, default: str) -> Callable:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
             caller = None if is_dynamo_compiling() else sys._getframe(1)
-            if caller is not None and _asks_for_torch(caller):
+            if caller is not None and _wants_torchs_state(caller):
                 return False
             return self._policy_to_report(caller, _device_of(args, kwargs, default)) is not None
 
@@ -170,27 +177,31 @@ class AutocastInterop:
     def _dtype(self, original: Callable, default: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
             caller = None if is_dynamo_compiling() else sys._getframe(1)
-            if caller is not None and _asks_for_torch(caller):
+            if caller is not None and _wants_torchs_state(caller):
                 return original(*args, **kwargs)
             device = _device_of(args, kwargs, default)
-            policy = None if is_enabled(device) else self._policy_to_report(caller, device)
+            policy = (
+                None
+                if is_torch_autocast_enabled(device)
+                else self._policy_to_report(caller, device)
+            )
             return original(*args, **kwargs) if policy is None else policy.half_dtype
 
         return get_autocast_dtype
 
     def _policy_to_report(self, caller: FrameType | None, device: str) -> Policy | None:
-        """The policy by which to answer about `device`; None: the answer is torch's.
+        """The policy to report as the autocast state of `device`; None: report torch's state.
 
-        A policy with a condition casts some calls only, and libraries must not cast the others.  So
-        only `custom_fwd` gets an answer by that policy.
+        A policy with a condition casts only some calls, and libraries must not cast the others.  So
+        such a policy is reported only to `custom_fwd`.
         """
-        policy = self._state.policy_on(device)
+        policy = self._state.current_policy_for_device(device)
         if policy is None or policy.condition is None:
             return policy
         return policy if caller is not None and _module(caller) == AUTOCAST else None
 
 
-def silence(region: Any) -> None:
+def ignore_region(region: Any) -> None:
     """Have a region of torch.autocast leave ampatch's casts unchanged when it is entered."""
     setattr(region, _IGNORED, True)
 
@@ -200,13 +211,13 @@ def _module(frame: FrameType) -> Any:
     return frame.f_globals.get("__name__")
 
 
-@functools.lru_cache(maxsize=1024)  # a C call
+@functools.lru_cache(maxsize=1024)  # a hit is one C call
 def _is_of_torch(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == "torch"
 
 
-def _asks_for_torch(frame: FrameType) -> bool:
-    """Whether the frame is of torch's own code, which asks for the state of torch's autocast."""
+def _wants_torchs_state(frame: FrameType) -> bool:
+    """Whether the Python frame is of torch's own code, which needs torch's own state."""
     module = _module(frame)
     if not _is_of_torch(module) or module in ASK_TO_CAST:
         return False
@@ -222,7 +233,10 @@ def _device_of(args: tuple, kwargs: dict, default: str) -> str:
 
 
 def without_device(policy: Policy, device: str) -> Policy | None:
-    """`policy`, except for tensors on one type of device; the same if it casts none there."""
+    """Return `policy` without casts on one device type, or `policy` itself if it has none there.
+
+    Returns None if no device type remains.
+    """
     devices = set(device_types() if policy.devices is None else policy.devices)
     if device not in devices:
         return policy

@@ -1,20 +1,21 @@
 """The stack of calls of each thread, and the policy that is active there.
 
-Each thread has one stack of `Call` objects, the innermost last.  There is a `Call` for each call of
-a managed model, of its submodules and of a module override, for each `with` block of the user's,
-region of torch.autocast, recomputation, backward of a custom Function and optimizer step.  A `Call`
+Each thread has one stack of `Call` objects, the innermost last.  A `Call` is pushed for: a call of
+a managed model, of a submodule or of a module override; a `with` block of the user's; a region of
+torch.autocast; a recomputation; the backward of a custom Function; an optimizer step.  A `Call`
 records its policy, its half copies, its swap, and what its exit undoes.  No other object records
 which forwards run, of which models, and with which copies.
 
-`CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits it,
-whatever exception passes: `models/own_frame` for modules, `CastState.within` for all else.  Only
-`with` blocks, of the user's and of torch.autocast, have no frame: `exit_block` exits them.
+`CastState` enters and exits calls.  Each call has a Python frame of its own, whose `try` exits the
+call after any exception: `models/own_frame` for modules, `CastState.run_in_call` for the others.
+Only `with` blocks, of the user's and of torch.autocast, have no Python frame: `exit_block` exits
+them.
 
 A function is cast under the process's policy, unless its thread is inside a call that has set a
 policy of its own.  Patched functions read this state at every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing.  Its guards work for plain attributes, and
-for those that a `threading.local` subclass sets in `__init__`.  But it silently freezes a
-class-level default of a `threading.local` into the graph, and refuses a `ContextVar`.
+for attributes that a `threading.local` subclass sets in `__init__`.  But `torch.compile` silently
+freezes a class-level default of a `threading.local` into the graph, and refuses a `ContextVar`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, half_dtype, switch_off, switch_on
+from ..torch_private.autocast import (
+    devices_with_torch_autocast,
+    disable_torch_autocast,
+    enable_torch_autocast,
+    torch_autocast_dtype,
+)
 from ..torch_private.devices import device_types
 from ..torch_private.probes import current_backward_pass
-from .handler_tables import HandlerTables
+from .handler_containers import HandlerContainers
 
 if TYPE_CHECKING:  # at run time imports go the other way
     from ..models.half_copy_swaps import Swap, TracedSlots
@@ -42,11 +48,11 @@ if TYPE_CHECKING:  # at run time imports go the other way
 PROCESS_POLICY: Any = object()
 """As the policy of a call or a thread: the policy of the process is active there."""
 INHERIT: Any = object()
-"""This call sets no policy (or dtype) of its own; that of the enclosing call applies."""
+"""This call sets no policy (or dtype) of its own; the enclosing call's applies."""
 
 CALL = "call"
 """A call of a module."""
-BLOCK = "block"
+INTERNAL = "internal"
 """Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
 USER_BLOCK = "user"
 """A `with` block of the user's: its policy holds in managed models too."""
@@ -63,30 +69,31 @@ class Call:
 
     owner: object = None  # the object that has entered it
     kind = CALL
-    is_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
+    is_dynamo_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
 
-    # Active in this call, and in those calls inside that set none of their own.
+    # Active in this call, and in the calls inside that set no value of their own.
     policy: Policy | None = PROCESS_POLICY
-    copies: ForwardCopies | None = None  # those that serve at O1
-    # Dtypes; None: any.  That of a half model or an override, and that which submodules return in a
-    # framework's step.
-    computes_in: torch.dtype | None = INHERIT
-    results_in: torch.dtype | None = INHERIT
+    copies: ForwardCopies | None = None  # the half copies that calls at O1 use
+    # The dtype in which this call computes: a half model's or an override's; None: any dtype.
+    compute_dtype: torch.dtype | None = INHERIT
+    # The dtype of submodule outputs in a framework's step; None: any dtype.
+    step_output_dtype: torch.dtype | None = INHERIT
 
     # What its exit undoes.
     sets_policy = False
-    opened_copies: ForwardCopies | None = None  # those that were opened with it
-    counted_by: CastState | None = None  # the state of which it is a user: see `acquire`
-    had_thread_policies = False  # `has_thread_policies` before it; where Dynamo traces
-    autocast_off: Sequence[str] = ()  # device types on which torch's autocast is off meanwhile
+    opened_copies: ForwardCopies | None = None  # the half copies that were opened with this call
+    # The CastState on which this call has called `acquire_thread_policies`.
+    acquired_state: CastState | None = None
+    had_thread_policies = False  # under Dynamo: `has_thread_policies` before this call
+    autocast_off: Sequence[str] = ()  # device types on which this call turned torch's autocast off
     swap: Swap | None = None  # the swap that put half copies into the slots of weights
-    traced_swap: TracedSlots | None = None  # the slots that got half copies where Dynamo traces
-    removed_frames: SubmoduleFrames | None = None  # the frames of submodules that it took out
+    traced_swap: TracedSlots | None = None  # under Dynamo: the slots that got half copies
+    suspended_frames: SubmoduleFrames | None = None  # the submodule frames that it has suspended
     input_casts: InputCasts | None = None  # the casts of inputs, into which the forward may write
 
 
 class ThreadCalls(threading.local):
-    """The calls that run in this thread, and the policy and copies of the innermost one."""
+    """The calls that run in this thread, and the policy and half copies of the innermost call."""
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
@@ -105,11 +112,11 @@ def innermost(owner: object) -> Call | None:
     return None
 
 
-def computes_in() -> torch.dtype | None:
-    """The dtype in which the innermost forward computes; None: any dtype, or no forward runs."""
+def current_compute_dtype() -> torch.dtype | None:
+    """The dtype in which the innermost forward computes; None if any, or if no forward runs."""
     for call in reversed(thread_calls.stack):
-        if call.computes_in is not INHERIT:
-            return call.computes_in
+        if call.compute_dtype is not INHERIT:
+            return call.compute_dtype
     return None
 
 
@@ -119,18 +126,19 @@ class CastState:
     def __init__(self) -> None:
         self.process_policy: Policy | None = None
         self.half_model_policy: Policy | None = None  # for functions registered through `init`
-        self.has_thread_policies = False  # functions then look at their own thread: see `acquire`
-        self._users: set[Any] = set()  # calls and observers for which `has_thread_policies` is True
+        # Whether patched functions read their thread's policy: see `acquire_thread_policies`.
+        self.has_thread_policies = False
+        self._users: set[Any] = set()  # calls and observers that hold `has_thread_policies`
         self._traced_users = 0  # the number of users where Dynamo traces
         self.lock = threading.RLock()
-        if hasattr(os, "register_at_fork"):  # else a thread that the child lacks may hold the lock
+        if hasattr(os, "register_at_fork"):  # a forked child lacks the thread that holds the lock
             os.register_at_fork(
                 before=self.lock.acquire,
                 after_in_parent=self.lock.release,
                 after_in_child=self.lock.release,
             )
-        self.handler_tables = HandlerTables()
-        self.threads_in_modes = 0  # the number of threads in a TorchFunctionMode
+        self.handler_containers = HandlerContainers()
+        self.threads_in_function_modes = 0  # the number of threads in a TorchFunctionMode
 
     # Enter and exit
 
@@ -154,29 +162,29 @@ class CastState:
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is PROCESS_POLICY else previous
-        # `disable_casts()` also covers sessions opened inside the block.
+        # Set it even if nothing is cast now: a session may open inside the `disable_casts()` block.
         for_new_sessions = policy is None and call.kind == USER_BLOCK
         is_change = policy is not active or for_new_sessions
         call.sets_policy = sets_policy and policy is not INHERIT
         if policy is not INHERIT and is_change and policy is not previous:
-            call.counted_by = self
-            self.acquire(call)
+            call.acquired_state = self
+            self.acquire_thread_policies(call)
             call.policy = thread_calls.policy = policy
         if autocast_off:
             call.autocast_off = autocast_off
-            switch_off(autocast_off)
+            disable_torch_autocast(autocast_off)
 
     def enter_block(
         self,
         policy: Policy | None,
-        kind: str = BLOCK,
+        kind: str = INTERNAL,
         owner: object = None,
         autocast_off: Sequence[str] = (),
     ) -> None:
         """Enter a block or region that is under `policy`, until `exit_block(owner)`."""
         call = Call()
         call.kind = kind
-        call.is_traced = is_dynamo_compiling()
+        call.is_dynamo_traced = is_dynamo_compiling()
         self.enter(call, owner)
         self.set_policy(call, policy, autocast_off)
 
@@ -184,13 +192,13 @@ class CastState:
         """Exit the innermost block of `owner`, if it has one in this thread."""
         call = innermost(owner)
         if call is not None:
-            self.remove(call)
+            self.exit_out_of_order(call)
 
-    def remove(self, call: Call) -> None:
-        """Exit a call without a swap, and the blocks that were entered in it.
+    def exit_out_of_order(self, call: Call) -> None:
+        """Exit a call that has no swap and may not be the innermost.
 
-        Generators exit blocks in any order.  If a call with a frame runs inside of `call`, only
-        `call` leaves the stack.
+        Blocks inside it exit with it.  If a call with a Python frame is inside it, nothing but
+        `call` leaves the stack.  Generators exit blocks in any order.
         """
         stack = thread_calls.stack
         if call not in stack:
@@ -200,10 +208,10 @@ class CastState:
             self.exit(call)
             return
         if call.autocast_off:
-            switch_on(call.autocast_off)
+            enable_torch_autocast(call.autocast_off)
         stack.remove(call)
-        if call.counted_by is not None:
-            self.release(call)
+        if call.acquired_state is not None:
+            self.release_thread_policies(call)
 
     def exit(self, call: Call) -> None:
         """Exit a call, and the calls inside that are still on the stack.  May be called again."""
@@ -213,23 +221,23 @@ class CastState:
         inner = None
         while inner is not call:
             inner = stack[-1]
-            if inner.removed_frames is not None:
-                inner.removed_frames.put_back()
+            if inner.suspended_frames is not None:
+                inner.suspended_frames.resume()
             if inner.swap is not None:
                 inner.swap.swap_out()
             if inner.traced_swap is not None:
                 inner.traced_swap.swap_out()
             if inner.autocast_off:
-                switch_on(inner.autocast_off)
+                enable_torch_autocast(inner.autocast_off)
             if len(stack) > 1:
                 thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
             else:
                 thread_calls.policy, thread_calls.copies = PROCESS_POLICY, None
-            if inner.counted_by is not None:
-                self.release(inner)
+            if inner.acquired_state is not None:
+                self.release_thread_policies(inner)
             del stack[-1]
 
-    def within(
+    def run_in_call(
         self, enter: Callable[[Call], object], function: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         """Call `function(*args, **kwargs)` in a new `Call`, which `enter(call)` enters."""
@@ -241,20 +249,20 @@ class CastState:
             finally:
                 self.exit(call)
         except BaseException:
-            self.exit(call)  # again: Ctrl-C may have struck in the first
+            self.exit(call)  # exit again: KeyboardInterrupt may have interrupted the first exit
             raise
 
-    def casts_off(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call `function(*args, **kwargs)` without casts, as an optimizer's step."""
-        return self.within(self._enter_without_casts, function, *args, **kwargs)
+    def call_without_casts(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call `function(*args, **kwargs)` without casts.  Used for optimizer steps."""
+        return self.run_in_call(self._enter_without_casts, function, *args, **kwargs)
 
     def _enter_without_casts(self, call: Call) -> None:
-        call.kind = BLOCK
+        call.kind = INTERNAL
         self.enter(call, self)
         self.set_policy(call, None)
 
-    def casts_on(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call `function(*args, **kwargs)` under the policy that is active around `casts_off`."""
+    def call_with_outer_casts(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call `function(*args, **kwargs)` with the policy from before `call_without_casts`."""
         call = innermost(self)
         if call is None:
             return function(*args, **kwargs)
@@ -262,24 +270,24 @@ class CastState:
         try:
             return function(*args, **kwargs)
         finally:
-            self._enter_without_casts(call)  # the frame of `casts_off` exits it
+            self._enter_without_casts(call)  # `call_without_casts` exits it
 
     # Policies
 
-    def current(self) -> Policy | None:
-        """The policy of a function that is called now; None: nothing is cast."""
+    def current_policy(self) -> Policy | None:
+        """Return the policy of a function that is called now, or None if nothing is cast."""
         if self.has_thread_policies and thread_calls.policy is not PROCESS_POLICY:
             return thread_calls.policy
         return self.process_policy
 
-    def forward_policy(self) -> Policy | None:
+    def current_policy_in_forwards(self) -> Policy | None:
         """The policy of a forward that begins now, and of its recompute in a backward pass."""
-        policy = self.current()
+        policy = self.current_policy()
         return policy if policy is None or policy.in_forwards is None else policy.in_forwards
 
-    def policy_on(self, device: str) -> Policy | None:
-        """`current()`, if it casts calls with tensors on `device` now; else None."""
-        policy = self.current()
+    def current_policy_for_device(self, device: str) -> Policy | None:
+        """Return `current_policy()` if it casts calls with tensors on `device` now, else None."""
+        policy = self.current_policy()
         if policy is not None and policy.in_forwards is not None:
             in_backward = not is_dynamo_compiling() and current_backward_pass() != -1
             policy = None if in_backward else policy.in_forwards
@@ -287,27 +295,28 @@ class CastState:
             return None
         return policy
 
-    def half_dtype_of(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
-        """The half dtype for an operator that casts by itself; None: it casts nothing.
+    def autocast_kernel_dtype(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
+        """The dtype to which torch's autocast kernel should cast; None: no cast.
 
-        In a forward of a half model or an override it is that dtype, elsewhere the policy's.
+        Inside a half model or an override: the dtype in which that module computes, which can be
+        FP32.  Elsewhere: the policy's half dtype.
         """
         for call in reversed(thread_calls.stack):
-            if call.kind != USER_BLOCK and call.computes_in not in (INHERIT, None):
-                return call.computes_in
+            if call.kind != USER_BLOCK and call.compute_dtype not in (INHERIT, None):
+                return call.compute_dtype
             if call.sets_policy:
                 break
-        policy = self.current()
+        policy = self.current_policy()
         if policy is None or not policy.casts_on_device(device):
             return None
         is_cast = policy.condition is None or policy.condition(args, kwargs)
         return policy.half_to if is_cast else None
 
     def innermost_policy(self) -> tuple[Policy | None, bool]:
-        """The active policy, without regions of torch.autocast, and whether the user set it.
+        """The innermost policy, ignoring regions of torch.autocast, and whether the user set it.
 
-        A policy that the user sets, by `precision()` or `disable_casts()`, is active in managed
-        models too.
+        A block of the user's (`precision()`, `disable_casts()`) sets the policy in managed models
+        too.
         """
         for call in reversed(thread_calls.stack):
             if call.sets_policy and call.kind != REGION:
@@ -315,7 +324,7 @@ class CastState:
                 return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
-    def policy_of_forward(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
+    def set_policy_args(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
@@ -324,40 +333,48 @@ class CastState:
         if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
             return INHERIT, (), False
         user_policy, by_user = self.innermost_policy()
-        if by_user:  # if devices are on, a region inside the user's block is active
-            return INHERIT if devices_on() else user_policy, (), False
+        if by_user:
+            # The user's block turned torch's autocast off.  If it is on for a device, a
+            # torch.autocast region inside that block is active.
+            return INHERIT if devices_with_torch_autocast() else user_policy, (), False
         devices: list[str] = []
         if policy is not None and policy.condition is None:
-            devices = [device for device in devices_on() if policy.casts_on_device(device)]
+            devices = [
+                device for device in devices_with_torch_autocast() if policy.casts_on_device(device)
+            ]
         if policy is None or not devices:
             return policy, (), True
-        half = half_dtype(devices[-1])
+        region_dtype = torch_autocast_dtype(devices[-1])
         if not is_dynamo_compiling():
-            return policy.with_half_dtype(half), devices, True
-        # The graph keeps the region, which alone casts if the dtypes differ.
-        return policy if half is policy.half_to else None, (), True
+            return policy.with_half_dtype(region_dtype), devices, True
+        # Dynamo's graph keeps the autocast region.  If its dtype differs from the policy's, only
+        # the region casts.
+        return policy if region_dtype is policy.half_to else None, (), True
 
     def autocast_devices(self) -> Sequence[str]:
-        """The device types on which torch's autocast is on, for a call that turns it off."""
-        return () if is_dynamo_compiling() else devices_on()
+        """The device types on which torch's autocast is enabled; none while Dynamo traces.
 
-    def enter_region(self, half: torch.dtype | None) -> None:
-        """What Dynamo traces at the start of a region of torch.autocast.
+        For `autocast_off` of `set_policy`.
+        """
+        return () if is_dynamo_compiling() else devices_with_torch_autocast()
 
-        `half` is the region's dtype, or None if the region is disabled.  ampatch casts in the
+    def enter_region(self, dtype: torch.dtype | None) -> None:
+        """Enter a region of torch.autocast.  Called only by code that Dynamo traces.
+
+        `dtype` is the region's dtype, or None if the region is disabled.  ampatch casts in the
         region only if the policy has the same half dtype.
         """
-        policy = self.current()
-        if policy is not None and (policy.half_to is not half or policy.condition is not None):
+        policy = self.current_policy()
+        if policy is not None and (policy.half_to is not dtype or policy.condition is not None):
             policy = None
         self.enter_block(policy, REGION, _TRACED_REGION)
 
     def exit_region(self) -> None:
-        """What Dynamo traces at the end of the region."""
+        """Exit the region.  Called only by code that Dynamo traces."""
         self.exit_block(_TRACED_REGION)
 
     def may_cast_in_thread(self) -> bool:
-        """Whether a session casts calls in this thread, or would outside of the user's blocks."""
+        """Whether a session casts calls in this thread, or would if no block disabled casts."""
         if self.process_policy is not None:
             return True
         for call in thread_calls.stack:
@@ -366,29 +383,29 @@ class CastState:
         return False
 
     def swaps(self) -> list[Swap]:
-        """This thread's swaps that have copies in the slots, the outermost first."""
+        """This thread's swaps whose half copies are in the slots, the outermost first."""
         swaps: list[Swap] = []  # a comprehension is a call before Python 3.12
         for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 swaps.append(call.swap)
         return swaps
 
-    def float_of(self, copy: Any) -> Any:
-        """The FP32 weight of a half copy that is in a slot; any other tensor itself."""
+    def fp32_weight_of(self, copy: Any) -> Any:
+        """Return the FP32 weight of a half copy that is in a slot, and any other tensor itself."""
         for swap in self.swaps():
-            if (weight := swap.slot_copies.float_of(copy)) is not None:  # type: ignore[union-attr]
+            if (weight := swap.slot_copies.fp32_weight_of(copy)) is not None:  # type: ignore[union-attr]
                 return weight
         return copy
 
     # Users of `has_thread_policies`
 
-    def acquire(self, user: Any) -> None:
-        """Have patched functions ask for the policy of their own thread, until `release(user)`.
+    def acquire_thread_policies(self, user: Any) -> None:
+        """While any user holds this, patched functions read their thread's policy.
 
-        Users are calls with a policy of their own, and observers, which see each cast.  `acquire`
-        and `release` may be called twice for a user: Ctrl-C may strike at any moment.
+        Users are calls with a policy of their own, and observers, which see each cast.  Both
+        methods may be called twice for a user: KeyboardInterrupt may be raised anywhere.
         """
-        if is_dynamo_compiling():  # it traces attributes, not locks, and runs one thread
+        if is_dynamo_compiling():  # Dynamo cannot trace locks; a trace runs in one thread
             user.had_thread_policies, self.has_thread_policies = self.has_thread_policies, True
             self._traced_users += 1
             return
@@ -396,14 +413,14 @@ class CastState:
             self._users.add(user)
             self.has_thread_policies = True
 
-    def release(self, user: Any) -> None:
-        """End what `acquire(user)` began."""
+    def release_thread_policies(self, user: Any) -> None:
+        """Undo `acquire_thread_policies(user)`."""
         if is_dynamo_compiling():
             self.has_thread_policies = user.had_thread_policies
             self._traced_users -= 1
             return
         with self.lock:
-            if getattr(user, "is_traced", False):
+            if getattr(user, "is_dynamo_traced", False):
                 self._traced_users -= 1
             self._users.discard(user)
             self.has_thread_policies = bool(self._users) or self._traced_users > 0

@@ -2,7 +2,7 @@
 
 While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
 weight cache reports the half copies that it makes.  The code that adds an observer also calls
-`CastState.acquire`; without it patched calls do not look here.
+`CastState.acquire_thread_policies`; without that call patched calls do not read `observers`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from .arguments import tensors_in
 
 
 class CastObserver(Protocol):
-    """What an observer is told, in the thread that makes the call."""
+    """The methods that are called for each patched call, in the thread that makes the call."""
 
     def call_begins(self, function: Callable) -> None:
-        """`function`, the original, is called now; its arguments have been cast."""
+        """Called before `function`, the original, with arguments that have been cast."""
 
     def was_cast(self, function: Callable, before: Tensor, after: Tensor) -> None:
-        """A call of `function` got `after` in the place of `before`: a new cast, or a half copy
-        that an earlier call has made.
+        """Called for each cast argument: `function` gets `after` instead of `before`.
+
+        `after` is a new tensor, or a half copy that an earlier call has made.
         """
 
     def call_ends(self, function: Callable, result: Any) -> None:
-        """`function` has returned `result`; None if it raised."""
+        """Called after `function` has returned `result`, or with None if it raised."""
 
-    def copies_made(self, halves: Sequence[Tensor]) -> None:
-        """The weight cache has cast weights, in one batch."""
+    def copies_made(self, half_copies: Sequence[Tensor]) -> None:
+        """Called after the weight cache has cast weights, in one batch."""
 
 
 observers: list[CastObserver] = []
 
 
 class ObservedCall:
-    """One call of a patched function, to be called in the place of `function`."""
+    """One call of a patched function, to be called instead of `function`."""
 
     def __init__(self, function: Callable, args: Any, kwargs: dict) -> None:
         self._function = function
@@ -60,7 +61,7 @@ class ObservedCall:
                 observer.call_ends(self._function, result)
 
 
-def report_copies(halves: Sequence[Tensor]) -> None:
-    """Report to all observers half copies of weights, made in one batch."""
+def report_copies(half_copies: Sequence[Tensor]) -> None:
+    """Report half copies of weights, made in one batch, to all observers."""
     for observer in observers:
-        observer.copies_made(halves)
+        observer.copies_made(half_copies)

@@ -1,17 +1,18 @@
-"""Code that runs later, or in another thread, gets the policy of the call that it belongs to.
+"""Runs later code, and code in other threads, under the policy of the call that it belongs to.
 
-*Custom autograd Functions*: each call makes a context, which keeps the policy for its backward.
-The backward pass may run in another thread, after the forward's `with` block has ended, or after
-another session has opened with other rules.  At O2 the context also keeps the half copies of the
-forward.  Code that calls modules again in the backward pass (reversible networks, adjoint solvers)
-computes with these copies, and may ask for their gradients.  The context drops the copies when
-autograd frees the graph's buffers.
+*Custom autograd Functions*: each call makes a context (`ctx`), which keeps the policy for its
+backward.  The backward pass may run in another thread, after the forward's `with` block has ended,
+or after another session has opened with other rules.  At O2 the context also keeps the half copies
+of the forward.  Code that calls modules again in the backward pass (reversible networks, adjoint
+solvers) computes with these copies, and may ask for their gradients.  The context drops the copies
+when autograd frees the graph's buffers.
 
 *Activation checkpoints*: the recompute casts as the forward did.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
 `checkpoint` in a `partial`, and Dynamo knows it by its identity.
 
-*Replicas of DataParallel* run in threads of their own.
+*Replicas of DataParallel* run in threads of their own, under the policy of the call that starts
+them.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ..torch_private.autocast import devices_on, has_custom_fwd
+from ..torch_private.autocast import devices_with_torch_autocast, has_custom_fwd
 from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentrant_name
 from ..torch_private.probes import keeps_graph
 from .calls import (
     BACKWARD,
-    BLOCK,
     INHERIT,
+    INTERNAL,
     USER_BLOCK,
     Call,
     CastState,
-    computes_in,
+    current_compute_dtype,
     thread_calls,
 )
 from .patches import Patch
@@ -45,25 +46,25 @@ from .patches import Patch
 _POLICY = "_ampatch_policy"
 _SWAPS = "_ampatch_swaps"
 _TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
-"""Set if torch's autocast was on too: then `custom_bwd` restores torch's casts, not ampatch's."""
-_NOT_RECORDED = object()
+"""Set if torch's autocast was enabled too: then `custom_bwd` restores torch's casts."""
+_NOT_SAVED = object()
 _NO_SWAPS: tuple[Sequence[Any], Any] = (), INHERIT
 
 
 def custom_functions(state: CastState) -> list[Patch]:
-    """`(owner, name, make)` for what has to be replaced for custom Functions."""
+    """The patches for custom autograd Functions."""
     return [
-        (BackwardCFunction, "__init__", lambda original: _init_recording_policy(original, state)),
+        (BackwardCFunction, "__init__", lambda original: _init_saving_policy(original, state)),
         (
             BackwardCFunction,
             "apply",
-            lambda original: _apply_under_recorded_policy(original, state),
+            lambda original: _apply_under_saved_policy(original, state),
         ),
     ]
 
 
 def checkpoints(state: CastState) -> list[Patch]:
-    """`(owner, name, make)` for what has to be replaced for activation checkpoints."""
+    """The patches for activation checkpoints."""
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
     if name is None:
@@ -75,7 +76,7 @@ def checkpoints(state: CastState) -> list[Patch]:
 
 
 def replicas(state: CastState) -> list[Patch]:
-    """`(owner, name, make)` for what has to be replaced for DataParallel."""
+    """The patches for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
         (owner, "parallel_apply", lambda original: _parallel_apply(original, state))
@@ -83,40 +84,42 @@ def replicas(state: CastState) -> list[Patch]:
     ]
 
 
-def _init_recording_policy(original: Callable, state: CastState) -> Callable:
+def _init_saving_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        policy = state.forward_policy() if may_cast else None  # `may_cast` saves two calls
+        policy = state.current_policy_in_forwards() if may_cast else None  # saves two calls
         setattr(self, _POLICY, policy)
-        if policy is not None and policy.condition is not None and devices_on():
+        if policy is not None and policy.condition is not None and devices_with_torch_autocast():
             setattr(self, _TORCH_CASTS_TOO, True)
         for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
-                    setattr(self, _SWAPS, (swaps, computes_in()))
+                    setattr(self, _SWAPS, (swaps, current_compute_dtype()))
                 break
 
     return __init__
 
 
-def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callable:
+def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy = getattr(self, _POLICY, _NOT_RECORDED)
+        policy = getattr(self, _POLICY, _NOT_SAVED)
         swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS)
         may_cast = state.process_policy is not None or state.has_thread_policies
         if policy is None and not (may_cast or swaps):
             return original(self, *args)
-        if policy is _NOT_RECORDED or is_dynamo_compiling():
+        if policy is _NOT_SAVED or is_dynamo_compiling():
             return original(self, *args)
         restores_casts = has_custom_fwd(self) and not hasattr(self, _TORCH_CASTS_TOO)
-        if policy is state.current() and not restores_casts:
+        if policy is state.current_policy() and not restores_casts:
             if not swaps:
                 return original(self, *args)
             policy = INHERIT
-        captured = _CapturedState(policy, BACKWARD if restores_casts else BLOCK, swaps, dtype)
+        thread_state = _ThreadState(policy, BACKWARD if restores_casts else INTERNAL, swaps, dtype)
         try:
-            return state.within(functools.partial(captured.enter, state), original, self, *args)
+            return state.run_in_call(
+                functools.partial(thread_state.enter, state), original, self, *args
+            )
         finally:
             if swaps and not keeps_graph():
                 setattr(self, _SWAPS, _NO_SWAPS)
@@ -124,19 +127,19 @@ def _apply_under_recorded_policy(original: Callable, state: CastState) -> Callab
     return apply
 
 
-class _CapturedState(NamedTuple):
+class _ThreadState(NamedTuple):
     """The policy and the swaps of a thread, for code that runs later or in another thread.
 
-    `kind` is that of the new call in which the code then runs.
+    `kind`: the kind of the new call in which that code runs.
     """
 
     policy: Any
     kind: str
     swaps: Sequence[Any] = ()
-    computes_in: Any = INHERIT
+    compute_dtype: Any = INHERIT
 
     def enter(self, state: CastState, call: Call) -> None:
-        """Enter `call`, and inside it a call for each further swap; they exit with `call`."""
+        """Enter `call`, and inside it a call for each further swap; all exit with `call`."""
         call.kind = self.kind
         state.enter(call, None)
         state.set_policy(call, self.policy)
@@ -145,35 +148,37 @@ class _CapturedState(NamedTuple):
                 call = Call()
                 state.enter(call, None)
             swap.swap_in_again(call)
-        call.computes_in = self.computes_in
+        call.compute_dtype = self.compute_dtype
 
     def enter_recompute(self, state: CastState, call: Call) -> None:
-        """As `enter`, with half copies of its own."""
+        """Like `enter`, but the call gets half copies of its own."""
         self.enter(state, call)
         if self.policy is not None:
             self.policy.cache.open_for_checkpoint(thread_calls.stack[-1])
 
 
-def _capture(state: CastState) -> _CapturedState:
-    """The state of this thread; `kind` is USER_BLOCK if the user has set the policy."""
-    policy = state.forward_policy()
+def _save_thread_state(state: CastState) -> _ThreadState:
+    """Return this thread's state.  Its `kind` is USER_BLOCK if the user set the policy."""
+    policy = state.current_policy_in_forwards()
     innermost_policy, by_user = state.innermost_policy()
-    kind = USER_BLOCK if by_user and policy is innermost_policy else BLOCK
-    return _CapturedState(policy, kind, state.swaps(), computes_in())
+    kind = USER_BLOCK if by_user and policy is innermost_policy else INTERNAL
+    return _ThreadState(policy, kind, state.swaps(), current_compute_dtype())
 
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
-    """`function` under the policy that is active now; torch's autocast is that of its thread."""
-    captured = _capture(state)._replace(swaps=())
-    return functools.partial(state.within, functools.partial(captured.enter, state), function)
+    """Return `function` under the policy that is active now; torch's autocast is not changed."""
+    thread_state = _save_thread_state(state)._replace(swaps=())
+    return functools.partial(
+        state.run_in_call, functools.partial(thread_state.enter, state), function
+    )
 
 
 def _recomputable(
-    function: Callable, state: CastState, captured: _CapturedState | None = None
+    function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
-    """`function` in the captured state, or that of this thread now, with half copies of its own."""
-    enter = functools.partial((captured or _capture(state)).enter_recompute, state)
-    return functools.partial(state.within, enter, function)
+    """Return `function` under `thread_state` (default: the present), with its own half copies."""
+    enter = functools.partial((thread_state or _save_thread_state(state)).enter_recompute, state)
+    return functools.partial(state.run_in_call, enter, function)
 
 
 def _non_reentrant(original: Callable, state: CastState) -> Callable:
@@ -183,7 +188,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
-        captured = _capture(state)
+        thread_state = _save_thread_state(state)
         make_contexts = kwargs[CONTEXTS] if position is None else args[position]
         recompute_contexts: list[Any] = []
 
@@ -193,7 +198,7 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
             return forward, nullcontext()
 
         def in_user_context(*args: Any, **kwargs: Any) -> Any:
-            """The recompute, in the user's context for it; both are under the forward's policy."""
+            """Recompute inside the user's context manager, both under the forward's policy."""
             with recompute_contexts[-1]:
                 return function(*args, **kwargs)
 
@@ -201,17 +206,17 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
             kwargs[CONTEXTS] = make_forward_context
         else:
             args = (*args[:position], make_forward_context, *args[position + 1 :])
-        checkpoint = original(_recomputable(in_user_context, state, captured), *args, **kwargs)
-        if captured.policy is None:
+        checkpoint = original(_recomputable(in_user_context, state, thread_state), *args, **kwargs)
+        if thread_state.policy is None:
             yield from checkpoint
             return
         call = Call()
         try:
             state.enter(call, None)
-            captured.policy.cache.open_for_checkpoint(call)
+            thread_state.policy.cache.open_for_checkpoint(call)
             yield from checkpoint
         finally:
-            state.remove(call)  # perhaps late: a traceback keeps the generator alive
+            state.exit_out_of_order(call)  # may be late: a traceback keeps the generator alive
 
     return generator
 

@@ -1,8 +1,8 @@
 """Notes on errors about dtypes: which tensors are half and which FP32, and what to do.
 
-PyTorch says which two dtypes met, or that it has no kernel for half.  If ampatch made a tensor
-half, the user needs to know which tensor.  `explain` looks for it after the error, in the locals of
-the failing frame.  Calls without an error cost nothing more.
+PyTorch's message names the two dtypes that met, or that there is no half kernel.  If ampatch made a
+tensor half, the user needs to know which tensor.  `explain` searches the local variables of the
+failing Python frame, after the error.  Calls without an error cost nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DTYPE_PHRASES = re.compile(
     "HalfTensor|BFloat16Tensor|HalfType|BFloat16Type|ScalarType|tensors of type|types other than|"
     "cdouble types|Float or Double tensors|Type promoting|must have the type"
 )
-"""In torch's messages about dtypes."""
+"""Matches torch's messages about dtypes."""
 _NORM_PHRASE = "expect parameter to have scalar type of Float"
-"""In torch's message about a norm on the CPU of FP32 values with a half weight."""
+"""Part of torch's message about a norm on the CPU of FP32 values with a half weight."""
 _LISTS_SUPPORTED_DTYPES = re.compile(r"\bfloat,? (or |and )?double\b")
-"""In messages that list the dtypes with a kernel, but do not always name the arguments' dtypes."""
+"""Matches messages that list the supported dtypes, and may not name the arguments' dtypes."""
 _INTEGER_FUNCTIONS = re.compile(r'"(bitwise|gcd|lcm|lshift|rshift)')
-"""In messages of functions that have no kernel for FP32 either."""
+"""Matches messages of functions that have no FP32 kernel either."""
 _LIBRARIES = ("builtins", "collections", "torch", "numpy")
 """Packages whose classes are not the script's own."""
 _DTYPE_GROUPS = {
@@ -42,9 +42,9 @@ _DTYPE_GROUPS = {
     **dict.fromkeys(("uint8", "int8", "int16", "int32", "int64"), "integer"),
     **dict.fromkeys(("complexhalf", "complexfloat", "complexdouble"), "complex"),
 }
-"""By a dtype's name in torch's messages, in lower case: `half` from `c10::Half`, `HalfTensor`."""
+"""By a dtype's name in torch's messages, in lower case: `half` of `c10::Half`, `HalfTensor`."""
 _OVERFLOW_PHRASE = "Half without overflow"
-"""In torch's message about a constant that float16 cannot hold, as of `masked_fill(mask, -1e9)`."""
+"""Part of torch's message about a constant that float16 cannot hold: `masked_fill(mask, -1e9)`."""
 _OVERFLOW_ADVICE = (
     "float16 holds numbers up to 65504. Where a mask is meant, write torch.finfo(x.dtype).min for "
     "the constant, or -torch.inf where no row is masked as a whole; else compute with x.float()."
@@ -59,11 +59,11 @@ def explain(
     remedy: str,
     unpatched_name: Callable[[Any], str | None] = lambda value: None,
 ) -> None:
-    """Add a note to an error about dtypes: which tensors are half, and the remedy.  Once per error.
+    """Add a note to an error about dtypes, once: which tensors are half, and the remedy.
 
-    `cause` says why a tensor is half.  `remedy` continues "cast it yourself, or".
+    `cause`: why a tensor is half.  `remedy` continues "cast it yourself, or".
     `unpatched_name(value)` returns the name of a function of torch that the script bound before the
-    patches came, and None for any other value.
+    patches were installed, and None for any other value.
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return
@@ -77,17 +77,17 @@ def explain(
     lists_supported = _LISTS_SUPPORTED_DTYPES.search(str(error).lower()) is not None
     tensors = _half_tensors(error, in_line=lists_supported)
     if tensors is None and lists_supported:
-        return  # an argument has another dtype without a kernel
+        return  # the unsupported dtype is not half
     advice = f"{tensors or 'Cast the half tensor yourself, by .float(), or'} {remedy}"
     more = _note_on_own_class(error) + _note_on_unpatched_function(error, unpatched_name)
     _add_note(error, f"ampatch: {cause}. {advice}{more}")
 
 
 def _is_due_to_half(error: BaseException) -> bool:
-    """Whether an error came because a tensor is half: it met FP32, or has no kernel.
+    """Whether a half tensor caused an error: it met an FP32 tensor, or there is no half kernel.
 
-    The message then names half and FP32, half alone, the dtypes that have a kernel, or no dtype.
-    If it names other dtypes, the same error would come in FP32.
+    The message then names half and FP32, half alone, the supported dtypes, or no dtype.  If it
+    names other dtypes, FP32 would raise the same error.
     """
     text = str(error)
     if not _DTYPE_PHRASES.search(text) or _INTEGER_FUNCTIONS.search(text):
@@ -109,7 +109,7 @@ def _add_note(error: BaseException, text: str) -> None:
 
 
 def _half_tensors(error: BaseException, in_line: bool) -> str | None:
-    """A text about the tensors of the innermost frame with a half tensor; None: no frame has one.
+    """Describe the tensors of the innermost Python frame with a half tensor, or return None.
 
     With `in_line` only the tensors in the failing line of the innermost frame count.
     """
@@ -129,7 +129,7 @@ def _half_tensors(error: BaseException, in_line: bool) -> str | None:
 
 
 def _note_on_own_class(error: BaseException) -> str:
-    """A note on an object of the script's own class that has FP32 tensors: they are not cast."""
+    """A note on an object of the script's own class with FP32 tensors, which are not cast."""
     for frame, _ in _frames(error):
         is_of_torch = _package_of(frame.f_globals.get("__name__")) == "torch"
         for name, value in () if is_of_torch else frame.f_locals.items():
@@ -151,7 +151,7 @@ def _note_on_own_class(error: BaseException) -> str:
 def _note_on_unpatched_function(
     error: BaseException, unpatched_name: Callable[[Any], str | None]
 ) -> str:
-    """A note on a function that the failing line calls by a name from before the patches came."""
+    """A note on a function that the failing line calls by a name bound before the patches."""
     frame, line = list(_frames(error))[-1]
     text = linecache.getline(frame.f_code.co_filename, line)
     for dotted_name in re.findall(r"\b\w+(?:\.\w+)*", text):
@@ -175,7 +175,7 @@ def _fp32_attributes(value: object) -> list[str]:
     if issubclass(cls, (nn.Module, Tensor, torch.optim.Optimizer)):
         return []
     attributes: dict[str, object] = {}
-    for base in cls.__mro__:  # by descriptors: code of the user's could raise
+    for base in cls.__mro__:  # by descriptors: the user's code could raise
         for name, member in vars(base).items():
             if name == "__dict__" and type(member) is GetSetDescriptorType:
                 attributes.update(member.__get__(value))
@@ -187,7 +187,7 @@ def _fp32_attributes(value: object) -> list[str]:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames of an error, each with its line; the innermost last, those of ampatch left out."""
+    """The Python frames of an error outside ampatch, each with its line; the innermost last."""
     traceback = error.__traceback__
     while traceback is not None:
         if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _AMPATCH:
@@ -200,10 +200,11 @@ def _package_of(module: object) -> str:
 
 
 def _tensors_of_frame(frame: FrameType, line: int, in_line: bool) -> dict[str, Tensor]:
-    """The floating tensors in a frame's line, by name; all of the frame's if none of them is half.
+    """The floating-point tensors that a frame's line names, or all of the frame's, by name.
 
-    With `in_line` always those in the line.  A line may name tensors of modules, such as
-    `self.weight`.  They are read from the modules' dictionaries: code of the user's could raise.
+    All of the frame's if none in the line is half, and `in_line` is False.  A line may name tensors
+    of modules, such as `self.weight`.  They are read from the modules' `__dict__`: the user's code
+    could raise.
     """
     variables = dict(frame.f_locals)
     members: dict[str, object] = {}

@@ -1,23 +1,22 @@
 """Half copies of FP32 weights: how they are made, and which a forward casts together.
 
-`cast_weights` makes them.  One node of the graph casts many weights, with one batched copy in the
+`cast_weights` makes them.  One autograd node casts many weights, with one batched copy in the
 forward and one in the backward.  Gradients reach `weight.grad` in FP32 through the weights' own
 gradient accumulators, as from any other cast, so that hooks, DDP, retained graphs and double
 backward see what they see in FP32 training.  A script may ask for the gradients of single weights
 (`torch.autograd.grad`).  Then autograd runs the backward of all layers whose weights share a node
-with these, so from the next forward on each weight has a node of its own.
+with them, so from the next forward on each weight has a node of its own.
 
-Weights are cast in buckets of bounded size (the idea is that of DDP's buckets, arXiv
-2006.15704), as a forward begins: at O2 all weights, at O1 those that the last forward used
+Weights are cast in buckets of bounded size (the idea is from DDP's buckets, arXiv
+2006.15704), as a forward begins: at O2 all weights, at O1 the weights that the last forward used
 (`weight_cache.WeightUseOrder`).  Autograd runs the newest of the ready nodes first.  The nodes of
-the casts are older than those of the forward, so they would run at the very end of the pass, and
-all half gradients would stay in memory until then.  So they get a high sequence number, and each
-runs as soon as its gradients are there (`torch_private/probes`).
+the casts are older than the forward's nodes, so they would run at the very end of the pass, and all
+half gradients would stay in memory until then.  So they get a high sequence number, and each runs
+as soon as its gradients are complete (`torch_private/probes`).
 
-A node with an unused output calls the hooks of that weight with None.  So a weight that has
-hooks, or is in a module with backward hooks, has a node of its own.  In evaluation mode, weights
-never share a node of a recorded graph: pruning libraries record that graph to find the weights of
-each layer.
+A node with an unused output calls the hooks of that weight with None.  So a weight that has hooks,
+or is in a module with backward hooks, has a node of its own.  In eval mode weights never share an
+autograd node: pruning libraries read the graph to find the weights of each layer.
 """
 
 from __future__ import annotations
@@ -34,34 +33,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import native
 from ..torch_private import foreach
-from ..torch_private.devices import copies_lists_at_once, device_and_stream
+from ..torch_private.devices import device_and_stream, has_foreach_copy_kernel
 from ..torch_private.modules import (
     BACKWARD_HOOKS_CAN_BE_SEEN,
-    GLOBAL_BACKWARD_TABLES,
-    backward_tables,
+    GLOBAL_BACKWARD_HOOK_DICTS,
+    backward_hook_dicts,
     span_of,
 )
 from ..torch_private.probes import (
     is_batched,
     is_distributed,
-    is_recording,
+    is_traced_or_transformed,
     keep_torch_methods,
     run_when_ready,
     running_ddp,
 )
 from ..torch_private.tensors import TENSOR_HOOKS_CAN_BE_SEEN, hooks_of
 
-MAX_WEIGHTS = 32
-MAX_BYTES = 8 * 2**20
-MAX_BYTES_OF_LISTS = 32 * 2**20
-"""A bucket's limits; the bytes are those of its FP32 weights.
+MAX_BUCKET_WEIGHTS = 32
+MAX_BUCKET_BYTES = 8 * 2**20
+MAX_BUCKET_BYTES_FOREACH = 32 * 2**20
+"""The limits of a bucket, in weights and in bytes of FP32 weights.
 
-The larger limit is for devices that copy a list in one kernel: fewer buckets are fewer kernels.
-It is about the size of DDP's buckets, so gradients wait no longer than in DDP.
+The larger limit is for devices with a foreach copy kernel: fewer buckets are fewer kernels.  It is
+about the size of DDP's buckets, so gradients are delayed no longer than in DDP.
 """
 
 HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
-"""If False, no weights share a node of a recorded graph."""
+"""If False, no weights share an autograd node."""
 
 _layout_of = operator.attrgetter("layout")
 _wants_grad = operator.attrgetter("requires_grad")
@@ -75,40 +74,40 @@ def cast_weights(
     dtype: torch.dtype,
     *,
     own_nodes: bool = False,
-    in_one_buffer: bool = False,
+    in_one_storage: bool = False,
 ) -> Sequence[Tensor]:
-    """Copies of FP32 `weights` in `dtype`; gradients reach the weights.
+    """Return copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    One node of the graph makes them and takes sparse gradients.  With `own_nodes` there is a node
-    for each weight, and a weight may be of any class, such as DTensor.  `in_one_buffer` is for
-    weights of an RNN that share a memory buffer (`are_one_buffer`): then their copies share one.
+    By default one autograd node makes all copies; it accepts sparse gradients.  With `own_nodes`
+    each copy has its own node, and a weight may be a subclass such as DTensor.  `in_one_storage` is
+    for the flattened weights of an RNN (`are_flat_weights`): their copies share one storage too.
 
-    Under `no_grad` the copies require a gradient if their weights do, though no graph is recorded:
+    Under `no_grad` there is no graph, but the copies require a gradient if their weights do:
     `F.linear` computes the batch of a non-contiguous input as one product only if the weight
     requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
     """
-    if in_one_buffer:
-        return _cast_weights(weights, dtype, False, _new_copies_in_one_buffer)
+    if in_one_storage:
+        return _cast_weights(weights, dtype, False, _new_copies_in_one_storage)
     if len(weights) == 1:
         return _cast_weights(weights, dtype, own_nodes)
     return _cast_many(weights, dtype, own_nodes)
 
 
 def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """New tensors with these values in `dtype`, written in one batch, outside the graph."""
+    """Return new tensors with these values in `dtype`, copied in one batch, outside the graph."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     foreach.copy_(copies, list(tensors))
     return copies
 
 
-def _new_copies_in_one_buffer(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """As `_new_copies`, in one memory buffer that has the layout of the tensors' own buffer."""
+def _new_copies_in_one_storage(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Like `_new_copies`, but all copies share one storage, laid out like the tensors' storage."""
     first = tensors[0]
     begin, end = span_of(tensors)
-    buffer = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
-    copies = [  # no views of one tensor: each is to have a version of its own
+    storage = torch.empty(end - begin, dtype=dtype, device=first.device).untyped_storage()
+    copies = [  # not views of one tensor: views share a version counter
         first.new_empty(0, dtype=dtype).set_(
-            buffer, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
+            storage, tensor.storage_offset() - begin, tensor.size(), tensor.stride()
         )
         for tensor in tensors
     ]
@@ -117,22 +116,22 @@ def _new_copies_in_one_buffer(tensors: Sequence[Tensor], dtype: torch.dtype) -> 
 
 
 class _CastTogether(Function):
-    """FP32 weights in, half copies out; a missing gradient stays None."""
+    """Casts FP32 weights to half copies in one node.  A missing gradient stays None."""
 
     @staticmethod
     def forward(
-        ctx: Any, write: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
+        ctx: Any, make_copies: Callable[..., list[Tensor]], dtype: torch.dtype, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(write(weights, dtype))
+        return tuple(make_copies(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [grad for grad in grads if grad is not None]
         can_be_one_batch = (
             set(map(_layout_of, present)) == {torch.strided}
-            and not torch.is_grad_enabled()  # with create_graph each gradient is cast in the graph
-            and not is_recording()
+            and not torch.is_grad_enabled()  # create_graph needs a cast of each gradient
+            and not is_traced_or_transformed()
             and not any(map(is_batched, present))
         )
         if can_be_one_batch:
@@ -142,28 +141,31 @@ class _CastTogether(Function):
         return None, None, *[None if grad is None else next(widened) for grad in grads]
 
 
-keep_torch_methods(_CastTogether)  # ampatch's own patches are for the script's Functions
+keep_torch_methods(_CastTogether)  # ampatch's patches are for the script's Functions only
 _apply_without_checks = super(Function, _CastTogether).apply
-"""`Function.apply` without its checks for torch.func, in whose transforms it is not used."""
+"""`Function.apply` without its checks for torch.func transforms.
+
+It is never called inside a transform.
+"""
 
 
 def _cast_weights(
     weights: list[Tensor],
     dtype: torch.dtype,
     own_nodes: bool,
-    write: Callable[..., list[Tensor]] = _new_copies,
+    make_copies: Callable[..., list[Tensor]] = _new_copies,
 ) -> Sequence[Tensor]:
     """In C++: `cast_weights` of `weights.h`."""
     is_enabled = torch.is_grad_enabled()
     in_graph = is_enabled and any(map(_wants_grad, weights))
-    is_by_weight = own_nodes if in_graph else len(weights) == 1
+    casts_one_by_one = own_nodes if in_graph else len(weights) == 1
     copies: Sequence[Tensor]
-    if is_by_weight:
+    if casts_one_by_one:
         copies = [weight.to(dtype) for weight in weights]
     elif in_graph:
-        copies = _apply_without_checks(write, dtype, *weights)
+        copies = _apply_without_checks(make_copies, dtype, *weights)
     else:
-        copies = write(weights, dtype)
+        copies = make_copies(weights, dtype)
     if in_graph:
         for copy in copies if own_nodes else copies[:1]:
             run_when_ready(copy)
@@ -177,7 +179,7 @@ def _cast_weights(
 
 
 class Buckets:
-    """The `weights` of `root`, in their order, in buckets; `root` is `model` or a submodule of it.
+    """The `weights` of `root`, `model` or a submodule of it, in buckets and in their order.
 
     All weights of a bucket are on one device.
     """
@@ -185,31 +187,33 @@ class Buckets:
     def __init__(self, weights: Iterable[Tensor], root: nn.Module, model: nn.Module) -> None:
         self._root = root
         self._model = model
-        self._hook_tables = [*GLOBAL_BACKWARD_TABLES]
+        self._hook_dicts = [*GLOBAL_BACKWARD_HOOK_DICTS]
         for module in root.modules():
-            self._hook_tables += backward_tables(module)
-        self.all: list[list[Tensor]] = []
+            self._hook_dicts += backward_hook_dicts(module)
+        self.buckets: list[list[Tensor]] = []
         latest: dict[Any, list[Tensor]] = {}
         for weight in weights:
             key = device_and_stream(weight)
             bucket = latest.get(key)
             if bucket is None or not _has_room(bucket, weight):
                 bucket = latest[key] = []
-                self.all.append(bucket)
+                self.buckets.append(bucket)
             bucket.append(weight)
 
-    def to_cast(self) -> list[list[Tensor]]:
-        """Lists of weights for `cast_weights`, to be called as a forward begins.
+    def lists_to_cast(self) -> list[list[Tensor]]:
+        """Return the lists of weights to cast as a forward begins, one `cast_weights` each.
 
         In a list all weights require a gradient, or none does.  No list has a weight that needs a
         node of its own.
         """
-        if not torch.is_grad_enabled():  # no graph, so no hook runs
-            return self.all
-        may_share = HOOKS_CAN_BE_SEEN and self._model.training and may_use_all(self._model)
-        hooked = ids_under_hooks(self._root) if may_share and any(self._hook_tables) else ()
+        if not torch.is_grad_enabled():  # without a graph no hook runs
+            return self.buckets
+        may_share = (
+            HOOKS_CAN_BE_SEEN and self._model.training and may_share_across_bucket(self._model)
+        )
+        hooked = ids_under_hooks(self._root) if may_share and any(self._hook_dicts) else ()
         lists = []
-        for bucket in self.all:
+        for bucket in self.buckets:
             if may_share and not hooked and all_may_share_node(bucket[0], bucket):
                 lists.append(bucket)
                 continue
@@ -228,12 +232,14 @@ class Buckets:
 
 def _has_room(bucket: list[Tensor], weight: Tensor) -> bool:
     elements = sum(other.numel() for other in bucket) + weight.numel()
-    max_bytes = MAX_BYTES_OF_LISTS if copies_lists_at_once(weight.device) else MAX_BYTES
-    return len(bucket) < MAX_WEIGHTS and elements * weight.element_size() <= max_bytes
+    max_bytes = (
+        MAX_BUCKET_BYTES_FOREACH if has_foreach_copy_kernel(weight.device) else MAX_BUCKET_BYTES
+    )
+    return len(bucket) < MAX_BUCKET_WEIGHTS and elements * weight.element_size() <= max_bytes
 
 
 def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
-    """Whether all weights of `bucket` may be cast in one node with `weight`, one of them.
+    """Whether all weights of `bucket` may be cast in one node; `weight` is one of them.
 
     In C++: `all_may_share_node` of `weights.h`.
     """
@@ -246,7 +252,7 @@ def all_may_share_node(weight: Tensor, bucket: list[Tensor]) -> bool:
 
 
 def may_share_node(weight: Tensor) -> bool:
-    """Whether `weight` may now be cast in one node with others."""
+    """Whether `weight` may now be cast in one node with other weights."""
     return (
         type(weight) is Parameter
         and weight.dtype is torch.float32
@@ -265,22 +271,24 @@ def wants_only_some(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
 def ids_under_hooks(root: nn.Module) -> set[int]:
     """Ids of the weights of modules that have backward hooks, and of their submodules.
 
-    Such a hook runs when the gradients of its module are complete.  With a shared node they would
-    come later: with those of the whole bucket.
+    Such a hook runs when the gradients of its module are complete.  With a shared node it would run
+    later: when the gradients of the whole bucket are complete.
     """
-    hooks_all = any(GLOBAL_BACKWARD_TABLES)
+    hooks_all = any(GLOBAL_BACKWARD_HOOK_DICTS)
     return {
         id(weight)
         for module in root.modules()
-        if hooks_all or any(backward_tables(module))
+        if hooks_all or any(backward_hook_dicts(module))
         for weight in module.parameters()
     }
 
 
-def may_use_all(model: nn.Module) -> bool:
-    """Whether autograd may count all weights of a bucket as used if a forward uses one of them.
+def may_share_across_bucket(model: nn.Module) -> bool:
+    """Whether the weights of a bucket may share a node.
 
-    It may not under DDP with `find_unused_parameters`, nor where ranks communicate without DDP.
+    A shared node makes autograd count all weights of a bucket as used if the forward uses one.
+    False under DDP with `find_unused_parameters=True`, and with `torch.distributed` but without
+    DDP.
     """
     if not is_distributed():
         return True

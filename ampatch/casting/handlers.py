@@ -1,10 +1,11 @@
 """Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
 
 A handler compares the function that it is called with to torch's functions, and looks it up in
-tables.  While `torch.nn.functional.linear` is a replacement, the handler gets the replacement, with
-the caller's own arguments, before anything is cast.  The replacement casts when the handler calls
-it.  A handler that has the original in a table, filled before the session, gets the original.  Then
-a TorchFunctionMode redirects the handler's call of the original to the replacement.
+dicts and sets.  While `torch.nn.functional.linear` is a replacement, the handler gets the
+replacement, with the caller's own arguments, before any cast.  The replacement casts when the
+handler calls it.  A handler with a dict or set that was filled with the original before the session
+gets the original.  Then a TorchFunctionMode redirects the handler's call of the original to the
+replacement.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from ..torch_private.torch_functions import (
+    CACHED_OVERRIDE_FUNCTIONS,
     STACK_CHANGES,
-    TABLES,
-    count_modes,
-    is_mode_on,
+    is_torch_function_mode_enabled,
     original_of_matmul,
     overloaded_args,
-    pop_mode,
-    push_mode,
+    pop_torch_function_mode,
+    push_torch_function_mode,
+    torch_function_stack_len,
 )
 from .arguments import leaves
 from .calls import CastState
@@ -39,7 +40,7 @@ _MATMUL_OPERATOR = torch.Tensor.__matmul__
 
 
 class HasHandler(Exception):
-    """An argument's class handles the call.  Casts raise this, and patched calls catch it."""
+    """Raised by casts if an argument's class handles the call.  Patched calls catch it."""
 
 
 def has_handler(value: Any) -> bool:
@@ -57,19 +58,23 @@ def any_has_handler(args: tuple, kwargs: dict) -> bool:
 def call_handlers(
     state: CastState, patched: Callable, original: Callable, args: Any, kwargs: dict
 ) -> Any:
-    """What `torch.overrides.handle_torch_function` does, with the function each handler knows."""
+    """Like `torch.overrides.handle_torch_function`, but call each handler with what it knows.
+
+    A handler that knows only the original gets the original, any other the replacement.
+    """
     if original is _MATMUL_OPERATOR:  # torch calls handlers with the method
         patched, original = torch.Tensor.matmul, original_of_matmul()
     overloaded = overloaded_args(tuple(leaves((*args, *kwargs.values()))))
     types = tuple(map(type, overloaded))
 
     def call_handler(handler: Any) -> Any:
-        if not state.handler_tables.knows_only_original(original, patched, handler):
+        needs_original = state.handler_containers.add_replacement(original, patched, handler)
+        if not needs_original:
             return handler.__torch_function__(patched, types, tuple(args), kwargs)
-        with _within_mode(_Redirect(original, patched)):
+        with _inside_mode(_Redirect(original, patched)):
             return handler.__torch_function__(original, types, tuple(args), kwargs)
 
-    if is_mode_on():
+    if is_torch_function_mode_enabled():
         with _without_innermost_mode() as mode:
             result = call_handler(mode)
         if result is not NotImplemented:
@@ -87,51 +92,56 @@ def call_handlers(
 
 @contextlib.contextmanager
 def _without_innermost_mode() -> Iterator[TorchFunctionMode]:
-    mode = pop_mode()
+    mode = pop_torch_function_mode()
     try:
         yield mode
     finally:
-        push_mode(mode)
+        push_torch_function_mode(mode)
 
 
 @contextlib.contextmanager
-def _within_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    push_mode(mode)
+def _inside_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    push_torch_function_mode(mode)
     try:
         yield
     finally:
-        pop_mode()
+        pop_torch_function_mode()
 
 
 @contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """No mode sees the calls made in this block: calls of ampatch's hooks are no user's calls."""
-    modes = [pop_mode() for _ in range(count_modes())]
+def without_torch_function_modes() -> Iterator[None]:
+    """Context manager: no TorchFunctionMode sees the calls in it.
+
+    For calls of torch that ampatch's hooks make, and not the user.
+    """
+    modes = [pop_torch_function_mode() for _ in range(torch_function_stack_len())]
     try:
         yield
     finally:
         for mode in reversed(modes):
-            push_mode(mode)
+            push_torch_function_mode(mode)
 
 
-def without_modes_if_any(state: CastState) -> AbstractContextManager[None]:
-    """`without_modes()`, if any thread is in a mode."""
+def without_torch_function_modes_if_any(state: CastState) -> AbstractContextManager[None]:
+    """`without_torch_function_modes()`, if any thread is in a mode."""
     return (
-        without_modes() if state.threads_in_modes and not is_dynamo_compiling() else _NULL_CONTEXT
+        without_torch_function_modes()
+        if state.threads_in_function_modes and not is_dynamo_compiling()
+        else _NULL_CONTEXT
     )
 
 
 _NULL_CONTEXT = contextlib.nullcontext()
 
 
-def refill_overridable_tables(patches: PatchSet) -> None:
-    """Have torch fill its tables of overridable functions anew.
+def refill_override_caches(patches: PatchSet) -> None:
+    """Replace torch's caches of overridable functions by empty ones until `patches.undo`.
 
-    torch fills them once.  Tables from before the patches lack the replacements; tables that torch
-    fills while the patches are installed would keep the replacements for ever.
+    torch fills each cache once.  A cache from before the patches lacks the replacements.  A cache
+    that torch fills while the patches are installed would keep the replacements forever.
     """
-    for name in TABLES:
-        patches.replace(torch.overrides, name, lambda table: functools.cache(table.__wrapped__))
+    for name in CACHED_OVERRIDE_FUNCTIONS:
+        patches.replace(torch.overrides, name, lambda cached: functools.cache(cached.__wrapped__))
 
 
 class _Redirect(TorchFunctionMode):
@@ -151,10 +161,10 @@ class _Redirect(TorchFunctionMode):
 
 
 class FunctionModes:
-    """Records whether this thread is in a TorchFunctionMode: its calls then take the slow path.
+    """Records which threads are in a TorchFunctionMode: their calls take the slow path.
 
-    It reads torch's stack of modes after each change of the stack.  So modes may enter and exit in
-    any order, also before the patches come and after they go.
+    Reads torch's stack of modes after each change of the stack.  So modes may enter and exit in any
+    order, also before the patches are installed and after they are undone.
     """
 
     def __init__(self, state: CastState) -> None:
@@ -163,32 +173,36 @@ class FunctionModes:
         self._lock = threading.Lock()
 
     def watch(self, patches: PatchSet) -> None:
-        """Watch torch's stack of modes until `patches.undo`."""
-        patches.on_undo(self._forget)
+        """Follow the changes of torch's stack of modes until `patches.undo`."""
+        patches.on_undo(self._forget_threads)
         for owner, name in STACK_CHANGES:
-            patches.replace(owner, name, self._recording)
+            patches.replace(owner, name, self._record_after)
         self.record_thread()
 
     def record_thread(self) -> None:
         """Record whether this thread is in a mode."""
         thread = threading.get_ident()
-        is_in = count_modes() > 0
+        is_in = torch_function_stack_len() > 0
         with self._lock:
             if is_in is (thread in self._threads):
                 return
             (self._threads.add if is_in else self._threads.discard)(thread)
             self._update()
 
-    def _forget(self) -> None:
+    def _forget_threads(self) -> None:
         with self._lock:
             self._threads.clear()
             self._update()
 
     def _update(self) -> None:
-        self._state.threads_in_modes = len(self._threads)
-        (self._state.acquire if self._threads else self._state.release)(self)
+        self._state.threads_in_function_modes = len(self._threads)
+        (
+            self._state.acquire_thread_policies
+            if self._threads
+            else self._state.release_thread_policies
+        )(self)
 
-    def _recording(self, original: Callable) -> Callable:
+    def _record_after(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def push_or_pop(*mode: TorchFunctionMode) -> Any:
             result = original(*mode)

@@ -1,8 +1,8 @@
-"""Installs the patches: for each row of the tables a replacement that follows the row's rule.
+"""Installs the patches: for each row of the op tables a replacement that follows the row's rule.
 
-The patches are installed once, when the first session that needs them opens, and removed when
-the last one closes.  Sessions differ in their policies, not in what is patched.
-What this torch lacks is left out; `ampatch doctor` lists it.
+The patches are installed once, when the first session that needs them opens, and undone when the
+last such session closes.  Sessions differ in their policies, not in what is patched.  Functions
+that this torch lacks are left out; `ampatch doctor` lists them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from . import special_ops, user_functions
 from .autocast_interop import AutocastInterop
 from .calls import CastState
-from .dynamo_tables import DynamoTables
-from .handlers import refill_overridable_tables
+from .dynamo_patches import DynamoPatches
+from .handlers import refill_override_caches
 from .patches import MakeReplacement, PatchSet
 from .places import (
     NAMESPACES,
@@ -29,7 +29,7 @@ from .places import (
 from .rules import (
     BEYOND_CHOOSERS,
     CHOOSERS,
-    Choose,
+    ChooseDtype,
     banned,
     choose_float,
     no_rule,
@@ -54,23 +54,27 @@ class Installation:
     """The patches that are in the process now."""
 
     def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
-        self.has_rows = False  # rows are in, at least EVERY_LEVEL's
-        self.has_tables = False
+        self.has_every_level_rows = False  # whether the rows of EVERY_LEVEL are installed
+        self.has_cast_tables = False  # whether the rows of all op tables are installed
         self.overridden: dict[Any, bool] = {}
         self._state = state
         self._get_state = get_state
         self._patches = PatchSet()
         self.replacements = Replacements(self._patches)
         self.autocast = AutocastInterop(state)
-        self._dynamo = DynamoTables(self._patches, self.replacements.original_of, get_state)
+        self._dynamo = DynamoPatches(self._patches, self.replacements.original_of, get_state)
 
     def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
-        """Patch everything the tables list, or, if not `with_tables`, the rows of `EVERY_LEVEL`.
+        """Install the rows of all op tables, or, without `with_tables`, of `EVERY_LEVEL` only.
 
-        `overridden` has the functions of torch that policies override, and for each whether it
-        computes in FP32 at every level.  If this fails halfway, it undoes its patches.
+        `overridden` maps the functions of torch that policies override to whether they compute in
+        FP32 at every level.  On an exception all patches are undone.
         """
-        self.has_rows, self.has_tables, self.overridden = True, with_tables, overridden
+        self.has_every_level_rows, self.has_cast_tables, self.overridden = (
+            True,
+            with_tables,
+            overridden,
+        )
         try:
             self._dynamo.correct_from_now()
             special = [*special_ops.embedding_forwards(), *self.autocast.regions()]
@@ -80,29 +84,33 @@ class Installation:
                     *self.autocast.state_functions(),
                 ]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
-                self._put_if_there(where, name, self._make_for(where, name), shared=True)
+                self._replace_if_exists(where, name, self._maker_for_rows(where, name), shared=True)
             for owner, name in places_of(overridden) if overridden else ():
-                self.replacements.put(owner, name, self._maker(no_rule), shared=True)
+                self.replacements.replace(owner, name, self._maker_for_rule(no_rule), shared=True)
             for where, name, make in special:
-                self._put_if_there(where, name, make)
+                self._replace_if_exists(where, name, make)
             if with_tables:
-                refill_overridable_tables(self._patches)
-                self._patches.on_undo(self._state.handler_tables.give_back)
+                refill_override_caches(self._patches)
+                self._patches.on_undo(self._state.handler_containers.restore)
             self.replacements.rebind()
         except BaseException:
             self.undo()
             raise
 
-    def apex_functions(self, edits: Iterable[tuple[str, str, Rule | None]]) -> dict[Any, Choose]:
+    def apex_functions(
+        self, edits: Iterable[tuple[str, str, Rule | None]]
+    ) -> dict[Any, ChooseDtype]:
         """The rules of functions that only apex's tables have, for `Policy.functions`.
 
-        `edits` are `(where, name, rule)` that replace the rules of rows; None: no cast.
+        `edits`: `(where, name, rule)` that replace rules of rows; a rule None means no cast.
         """
-        rules: dict[tuple[str, str], Choose] = {}
+        rules: dict[tuple[str, str], ChooseDtype] = {}
         for row in APEX:
             for name in row.names:
                 is_float = row.rule is Rule.FLOAT
-                rules[row.where, name] = choose_float if is_float else refused(_message(row, name))
+                rules[row.where, name] = (
+                    choose_float if is_float else refused(_half_argument_message(row, name))
+                )
         for where, name, rule in edits:
             rules[where, name] = no_rule if rule is None else CHOOSERS[rule]
         original_of = self.replacements.original_of
@@ -113,15 +121,15 @@ class Installation:
         }
 
     def undo(self) -> None:
-        """Restore torch, and the names that the user's modules have for its functions."""
+        """Restore torch, and the globals of the user's modules that are functions of torch."""
         self.autocast.exit_regions()
         self._patches.undo()
-        self.replacements.give_back()
-        self.has_rows = self.has_tables = False
+        self.replacements.restore_bindings()
+        self.has_every_level_rows = self.has_cast_tables = False
         self.overridden = {}
 
-    def put_user_function(self, owner: Any, name: str, rule: Rule) -> None:
-        """Patch what the user registered: a function, a method, an autograd Function class."""
+    def patch_user_function(self, owner: Any, name: str, rule: Rule) -> None:
+        """Patch a function, method or autograd Function class that the user registered."""
         choose, get_state = CHOOSERS[rule], self._get_state
         function = raw_attribute(owner, name)
         if user_functions.is_function_class(function):
@@ -142,33 +150,33 @@ class Installation:
                     )
                 return user_functions.user_function(raw, choose, get_state)
 
-            self.replacements.put(owner, name, make)
+            self.replacements.replace(owner, name, make)
             self.replacements.rebind(function)
 
-    def _put_if_there(
+    def _replace_if_exists(
         self, where: str, name: str, make: MakeReplacement, shared: bool = False
     ) -> None:
         if exists(where, name):
-            self.replacements.put(resolve(where), name, make, shared)
+            self.replacements.replace(resolve(where), name, make, shared)
 
-    def _make_for(self, where: str, name: str) -> MakeReplacement:
-        """The `make(original)` of the replacement of `where.name`, by all rows that name it."""
+    def _maker_for_rows(self, where: str, name: str) -> MakeReplacement:
+        """Return the `make(original)` for `where.name`, by all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
-        choose: Choose = no_rule
+        choose: ChooseDtype = no_rule
         if row is not None and row.rule is Rule.BANNED:
-            choose = banned(_message(row, name))
+            choose = banned(_half_argument_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
         run_in_fp32 = at_every_level and special_ops.make_run_in_fp32(
             at_every_level, name, self._state
         )
-        return self._maker(choose, run_in_fp32, name if row in BLACKLIST else "")
+        return self._maker_for_rule(choose, run_in_fp32, name if row in BLACKLIST else "")
 
-    def _maker(
-        self, choose: Choose, run_in_fp32: Callable | None = None, name: str = ""
+    def _maker_for_rule(
+        self, choose: ChooseDtype, run_in_fp32: Callable | None = None, name: str = ""
     ) -> MakeReplacement:
-        """The `make(original)` of a replacement, which may be for a function with an override.
+        """Return the `make(original)` of a replacement.
 
         `name` is the function's name if its row casts to FP32, else "".
         """
@@ -187,7 +195,7 @@ class Installation:
         return make
 
 
-def _message(row: Row, name: str) -> str:
+def _half_argument_message(row: Row, name: str) -> str:
     title = public_name(f"{row.where}.{name}")
     return f"{title} was called with a half precision argument. {row.why}"
 
@@ -195,7 +203,7 @@ def _message(row: Row, name: str) -> str:
 _TABLES = {
     (row.where, name): row
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
-    if not row.native
+    if not row.done_by_torch
     for name in row.names
 }
 _AT_EVERY_LEVEL = {(row.where, name): row for row in EVERY_LEVEL for name in row.names}
@@ -211,8 +219,8 @@ class RegisteredFunctions:
     def register(self, place: Any, name: str | None, rule: Rule) -> bool:
         """Have a function follow a rule from now on.  Returns whether the patches must be renewed.
 
-        Raises `AttributeError` if `place` has no such name, `TypeError` for what cannot follow a
-        rule.
+        Raises `AttributeError` if `place` has no such name, and `TypeError` if its value cannot
+        follow a rule.
         """
         user_call = f"ampatch.register_{rule.value}_function"
         owner, attribute = user_place(user_call, place, name)
@@ -224,12 +232,12 @@ class RegisteredFunctions:
         user_functions.check_can_follow_rule(raw_attribute(owner, attribute), user_call)
         previous = self._rules.get((owner, attribute))
         self._rules[owner, attribute] = rule
-        if previous is None and self._installation.has_tables:
-            self._installation.put_user_function(owner, attribute, rule)
+        if previous is None and self._installation.has_cast_tables:
+            self._installation.patch_user_function(owner, attribute, rule)
         return previous not in (None, rule)
 
     def forget(self, place: Any, name: str | None) -> None:
-        """Take a registration back.  Raises `ValueError` if there is none."""
+        """Remove a registration.  Raises `ValueError` if there is none."""
         user_call = "ampatch.unregister_function"
         owner, attribute = user_place(user_call, place, name)
         if self._rules.pop((owner, attribute), None) is None:
@@ -239,10 +247,10 @@ class RegisteredFunctions:
                 f"Registered: {', '.join(known) or 'nothing'}."
             )
 
-    def put_all(self) -> None:
-        """The tables have been installed: patch these functions too."""
+    def patch_all(self) -> None:
+        """Patch the registered functions.  To be called after `Installation.install`."""
         for (owner, name), rule in self._rules.items():
-            self._installation.put_user_function(owner, name, rule)
+            self._installation.patch_user_function(owner, name, rule)
 
 
 def _title(owner: Any) -> Any:

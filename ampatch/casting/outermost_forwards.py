@@ -1,7 +1,7 @@
-"""Under `ampatch run --auto` casts begin with an outermost module that has parameters.
+"""Under `ampatch run --auto`, outermost modules that have parameters are run with casts.
 
-Such a script never says which module is its model.  Outside of modules it computes data, labels
-and metrics, which stay as they are: `condition` says which of those calls are cast.
+Such a script never says which module is its model.  Outside of modules it computes data, labels and
+metrics, which are not cast: `OutermostForwards.condition` decides which calls there are cast.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.tensors import base_of
-from ..torch_private.torch_functions import unhandled
+from ..torch_private.torch_functions import no_torch_function
 from .arguments import tensors_in
 from .calls import Call, CastState
 from .handlers import has_handler
 from .policy import Policy
-from .rules import TENSORS, dtype_of
+from .rules import PLAIN_TENSOR_TYPES, dtype_of
 
 _MAX_NODES = 1000
-"""So many nodes of the graph a call outside of modules searches for a parameter."""
+"""The autograd nodes that are searched for a parameter, for each call outside of modules."""
 
 
 class OutermostForwards:
-    """Runs outermost forwards under `policy`; `has_cast` is True once any call is to be cast."""
+    """Runs outermost forwards under `policy`.  `has_cast`: whether any call was to be cast yet."""
 
     def __init__(self, policy: Policy, state: CastState) -> None:
         self._policy = policy
@@ -42,12 +42,12 @@ class OutermostForwards:
             state = self._state
             if is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            policy = state.current()  # without a condition: that of a forward around this call
+            policy = state.current_policy()  # without a condition inside an outer forward
             is_outside = policy is not None and policy.condition is not None
             if not is_outside or next(module.parameters(), None) is None:
                 return original(module, *args, **kwargs)
             self.has_cast = True
-            return state.within(self._enter, original, module, *args, **kwargs)
+            return state.run_in_call(self._enter, original, module, *args, **kwargs)
 
         return __call__
 
@@ -57,7 +57,10 @@ class OutermostForwards:
         self._policy.cache.open(call)
 
     def condition(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call outside of modules is cast: it has a half tensor or one of a parameter."""
+        """Whether a call outside of modules is cast.
+
+        It is if it has a half tensor, or a tensor that was computed from a parameter.
+        """
         for tensor in tensors_in((*args, *kwargs.values())):
             if dtype_of(tensor) in HALF_DTYPES or _leads_to_parameter(tensor):
                 self.has_cast = True
@@ -71,13 +74,13 @@ def _leads_to_parameter(tensor: Tensor) -> bool:
         return True
     if is_dynamo_compiling():
         return False
-    if type(tensor) not in TENSORS and has_handler(tensor):
-        with unhandled():
-            return _is_of_parameter(tensor)
-    return _is_of_parameter(tensor)
+    if type(tensor) not in PLAIN_TENSOR_TYPES and has_handler(tensor):
+        with no_torch_function():
+            return _has_parameter_in_graph(tensor)
+    return _has_parameter_in_graph(tensor)
 
 
-def _is_of_parameter(tensor: Tensor) -> bool:
+def _has_parameter_in_graph(tensor: Tensor) -> bool:
     if isinstance(base_of(tensor), nn.Parameter):
         return True
     todo = [tensor.grad_fn]

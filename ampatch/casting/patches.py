@@ -1,18 +1,17 @@
-"""Put replacements in, take them out again.
+"""Replace attributes, and undo it exactly.
 
-A `PatchSet` replaces attributes of modules and classes and records the previous
-ones, so that `undo` restores every owner.  It knows nothing of tensors and dtypes:
-`install.py` decides what to replace, `wrapper.py` has what a replacement does.
+A `PatchSet` replaces attributes of modules and classes and records the previous values, so that
+`undo` restores every owner.  It knows nothing of tensors and dtypes: `install.py` decides what to
+replace, `wrapper.py` has what a replacement does.
 
 Three rules keep `undo` exact:
 
-* newest first, so a name replaced twice gets its first original;
-* an inherited name is deleted, not written back: of the 696 callables on
-  `torch.Tensor` only 64 are its own, and a written-back copy would hide any
-  later change to the base;
-* what other code has put over a replacement since is left alone.  If that code puts the
-  replacement back later, as a mock does when it ends, the replacement stays: without a policy it
-  calls the original.
+* It runs newest first, so a name replaced twice gets its first original.
+* An inherited name is deleted, not set: of the 696 callables on `torch.Tensor` only 64 are its own,
+  and an attribute with the inherited value would hide later changes of the base class.
+* An attribute that other code has replaced since then is left alone.  If that code restores the
+  replacement later, as a mock does at its end, the replacement stays: without a policy it calls
+  the original.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..log import logger
 MakeReplacement = Callable[[Any], Any]
 """`make(original)` returns the replacement of a function or another attribute."""
 Patch = tuple[Any, str, MakeReplacement]
-"""`(owner, name, make)`: what `PatchSet.replace` takes."""
+"""`(owner, name, make)`, the arguments of `PatchSet.replace`."""
 
 _INHERITED = object()
 _NO_ORIGINAL: Any = object()
@@ -42,7 +41,7 @@ class _Patched(NamedTuple):
 
 
 class PatchSet:
-    """A stack of replaced attributes, and of other things to undo."""
+    """A stack of replaced attributes and of other actions to undo."""
 
     def __init__(self) -> None:
         self._entries: list[_Patched | Callable[[], None]] = []
@@ -53,7 +52,7 @@ class PatchSet:
     def replace(self, owner: Any, name: str, make: MakeReplacement) -> Any:
         """Replace `owner.name` by `make(original)` and return the original.
 
-        A special method that a class lacks is added; its original is a mark.  Raises
+        A special method that a class lacks is added; its original is `_NO_ORIGINAL`.  Raises
         `AttributeError` for any other name that `owner` lacks.
         """
         previous = vars(owner).get(name, _INHERITED)
@@ -64,13 +63,14 @@ class PatchSet:
                 raise
             original = _NO_ORIGINAL  # not None, which `rebind` would find in all modules
         replacement = make(original)
-        # Recorded before the patch, and dropped after `undo`: Ctrl-C may strike anywhere.
+        # Recorded before the patch and dropped after `undo`: KeyboardInterrupt may be raised
+        # anywhere.
         self._entries.append(_Patched(owner, name, previous, replacement))
         setattr(owner, name, replacement)
         return original
 
     def rebind(self, namespace: dict, name: str, replacement: Any) -> None:
-        """Replace the item `name` of a module's globals, without asking the module."""
+        """Replace the item `name` of a module's globals, without an attribute access."""
         previous = namespace[name]
 
         def restore() -> None:
@@ -92,7 +92,7 @@ class PatchSet:
             entry = self._entries[-1]
             try:
                 _restore(entry) if isinstance(entry, _Patched) else entry()
-            except Exception:  # not tried again, unlike an entry that Ctrl-C has stopped
+            except Exception:  # not tried again, unlike after KeyboardInterrupt
                 self._entries.pop()
                 raise
             self._entries.pop()

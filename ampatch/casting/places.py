@@ -1,14 +1,14 @@
-"""Places of functions, the replacements that stand there, and names bound elsewhere.
+"""Places of functions, their replacements, and the globals of other modules that name them.
 
 A place is a module or class, and a name in it.  An original has one replacement, under all names
 that torch has for it: pickle, torch.jit and Dynamo find functions by name and by identity, and so
 find the replacements.
 
-A name that a user's module has bound before the patches (`from torch.nn.functional import linear`)
-is bound to the replacement, and to the original again when the patches go.  A name bound while they
-are installed has a replacement, and is bound to the original when they go.  Only globals of modules
-are searched, and only in the modules' dictionaries: some modules import others when they are asked
-for an attribute.
+While the patches are installed, a global that a user's module bound before
+(`from torch.nn.functional import linear`) is bound to the replacement.  When the patches are
+undone, it is bound to the original again, as is a global that was bound while they were installed.
+Only globals of modules are searched, and only in the modules' `__dict__`: some modules import
+others if an attribute is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMESPACES = (
     "torch.sparse",
     "torch.Tensor",
 )
-"""Where torch keeps the functions that overrides and registrations may name."""
+"""The namespaces of the functions of torch that overrides and registrations may name."""
 
 
 def resolve(where: str) -> Any:
@@ -71,13 +71,13 @@ def places_of(functions: Iterable[Any]) -> list[tuple[Any, str]]:
 
 
 def public_name(where: str) -> str:
-    """The public name of the function of a row: `where` with its name in it."""
+    """The public name of a row's function; `where` is its dotted name."""
     functional = "torch.nn.functional"
     return where.replace(f"{BUILTINS[functional]}.", f"{functional}.")
 
 
 def user_place(user_call: str, place: Any, name: str | None) -> tuple[Any, str]:
-    """`(owner, name)` of a function of the user's, from these two or from one dotted string.
+    """Return `(owner, name)` of a function of the user's, given as these two or as a dotted string.
 
     Raises `ValueError` for a module that is not imported.  Errors begin with `user_call`.
     """
@@ -100,15 +100,16 @@ def user_place(user_call: str, place: Any, name: str | None) -> tuple[Any, str]:
 
 
 class Replacements:
-    """Which function replaces which, from the first `put` to `give_back`."""
+    """The replacements and their originals, from the first `replace` to `restore_bindings`."""
 
     def __init__(self, patches: PatchSet) -> None:
         self._patches = patches
-        self.pairs: dict[int, tuple[Any, Any]] = {}  # replacement, original; by the first's id
-        self._by_original: dict[int, Any] = {}  # a replacement by the id of its original
+        # (replacement, original) by the id of the replacement.
+        self.pairs: dict[int, tuple[Any, Any]] = {}
+        self._by_original: dict[int, Any] = {}  # the replacement by the id of its original
 
     def original_of(self, function: Any) -> Any:
-        """The original of `function`, if it is a replacement; else `function` itself."""
+        """Return the original of `function` if it is a replacement, else `function` itself."""
         while id(function) in self.pairs:
             function = self.pairs[id(function)][1]
         return function
@@ -117,7 +118,7 @@ class Replacements:
         """The replacement of one of torch's functions, or None."""
         return self._by_original.get(id(original))
 
-    def put(self, owner: Any, name: str, make: MakeReplacement, shared: bool = False) -> None:
+    def replace(self, owner: Any, name: str, make: MakeReplacement, shared: bool = False) -> None:
         """Replace `owner.name` by `make(original)`.
 
         `shared`: a function with a replacement under another name gets the same replacement.
@@ -143,12 +144,12 @@ class Replacements:
             self._patches.on_undo(lambda: table.pop(id(replacement), None))
 
     def rebind(self, *originals: Any) -> None:
-        """Bind modules' names for these originals, or for all, to their replacements."""
+        """Bind the globals that are these originals (default: all) to their replacements."""
         ids = map(id, originals) if originals else self._by_original
         rebind({key: (self._patches, self._by_original[key]) for key in ids})
 
-    def give_back(self) -> None:
-        """The patches are out: bind the user's names for replacements to the originals again."""
+    def restore_bindings(self) -> None:
+        """Bind the user's globals to the originals again.  To be called after the patches' undo."""
         if self.pairs:
             bind_originals(
                 (function, self.original_of(function)) for function, _ in self.pairs.values()
@@ -158,8 +159,8 @@ class Replacements:
 
 
 def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) -> None:
-    """Name a replacement after its place, by which pickle stores it."""
-    if inspect.isfunction(original):  # jit reads the source behind __wrapped__, so not for builtins
+    """Name a replacement after its place: pickle stores functions by this name."""
+    if inspect.isfunction(original):  # not builtins: TorchScript reads the source of `__wrapped__`
         functools.update_wrapper(replacement, original)
         return
     is_class = inspect.isclass(owner)
@@ -178,7 +179,7 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     wanted = frozenset(functions)
     bindings = []
     for namespace in _namespaces() if wanted else ():
-        # Few of thousands of modules.  In C throughout: no other thread can import meanwhile.
+        # True for few of thousands of modules.  All in C: no other thread can import meanwhile.
         if not wanted.isdisjoint(map(id, namespace.values())):
             bindings += [
                 (namespace, name, value)
@@ -189,9 +190,9 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
 
 
 def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
-    """Bind each global that is an original (its id) to its replacement, until `patches.undo`.
+    """Bind each global that is an original to its replacement, until `patches.undo`.
 
-    `replacements` are, by an original's id, the patches that undo the binding and the replacement,
+    `replacements` maps an original's id to the patches that undo the binding and the replacement,
     which may be an original itself.
     """
     for namespace, name, value in bound(replacements):
@@ -201,19 +202,19 @@ def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
 
 
 def bind_originals(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Bind each global that still is a replacement to its original: `pairs` of these two.
+    """Bind each global that is still a replacement to its original.
 
-    To be called when the patches are out.  Containers, classes and functions that hold a
-    replacement keep it: no policy is active any more, and it calls the original.
+    `pairs`: (replacement, original).  To be called after the patches are undone.  Containers,
+    classes and functions that hold a replacement keep it: without a policy it calls the original.
     """
-    pairs = list(pairs)  # which keep the ids from being reused
+    pairs = list(pairs)  # keeps the ids from being reused
     originals = {id(replacement): original for replacement, original in pairs}
     for namespace, name, value in bound(originals):
         while id(value) in originals:
             value = namespace[name] = originals[id(value)]
 
 
-_not_searched_titles: set[str] = set()  # titles in `sys.modules`, once seen
+_not_searched_titles: set[str] = set()  # keys of `sys.modules` that were found to be NOT_SEARCHED
 
 
 def _namespaces() -> Iterator[dict]:
@@ -224,18 +225,18 @@ def _namespaces() -> Iterator[dict]:
         module = sys.modules.get(title)
         if _is_module(module):
             namespace = object.__getattribute__(module, "__dict__")
-            name = namespace.get("__name__")  # the title may be an alias of a module of torch's
+            name = namespace.get("__name__")  # the title may be an alias of a module of torch
             module_name = name if isinstance(name, str) else title
             if module_name.partition(".")[0] not in NOT_SEARCHED:
                 yield namespace
                 if title == "__mp_main__":
-                    yield from _of_functions(namespace)
+                    yield from _globals_of_functions(namespace)
 
 
-def _of_functions(namespace: dict) -> list[dict]:
+def _globals_of_functions(namespace: dict) -> list[dict]:
     """The globals of the functions of a spawned process's main script.
 
-    `multiprocessing` runs the script in a module that it drops, and copies its globals.
+    `multiprocessing` runs the script in a module that it drops, and copies the module's globals.
     """
     namespaces = {
         id(value.__globals__): value.__globals__
@@ -246,5 +247,5 @@ def _of_functions(namespace: dict) -> list[dict]:
 
 
 def _is_module(value: Any) -> bool:
-    """Whether `value` is a real module; `isinstance` would have a proxy import its module."""
+    """Whether `value` is a real module.  `isinstance` would make a proxy import its module."""
     return issubclass(type(value), types.ModuleType)

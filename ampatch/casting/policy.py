@@ -1,4 +1,4 @@
-"""Policies: to which dtypes and on which devices calls are cast; `with` blocks under a policy.
+"""Policies: to which dtypes and on which devices calls are cast.  `with` blocks under a policy.
 
 A policy belongs to a thread, as torch's grad mode does.  While a generator or a task is suspended
 inside a `with` block, other code of the thread runs under that block too.
@@ -27,13 +27,13 @@ class Policy:
 
     * `half_to`, `float_to`: the dtypes that HALF and FLOAT rows cast to.  `precision("float")` sets
       both to FP32.
-    * `devices`: the device types whose tensors are cast; None: all.
-    * `condition(args, kwargs)`: whether the rules apply to a call; None: they apply to all calls.
-    * `functions`: by function of torch, the `Choose` (`rules`) that it follows instead of its row.
+    * `devices`: the device types whose tensors are cast; None means all.
+    * `condition(args, kwargs)`: whether the rules apply to a call; None means to all calls.
+    * `functions`: by function of torch, the `ChooseDtype` (`rules`) that replaces its row's rule.
     * `half_dtype`: the half dtype of the session, also where `precision("float")` sets `half_to` to
       FP32.
-    * `in_forwards`: None for most policies.  Else this policy casts nothing in backward passes, and
-      `in_forwards` is the policy of forwards, and of their recomputations in a backward pass.
+    * `in_forwards`: None for most policies.  Otherwise this policy casts nothing in backward
+      passes, and `in_forwards` is the policy of forwards and of their recomputations.
     * `attention_in_graphs`: see `special_ops.opaque_attention`.
     """
 
@@ -43,7 +43,7 @@ class Policy:
     condition: Condition | None = None
     functions: Mapping[Any, Callable] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
-    half_dtype: torch.dtype = None  # type: ignore[assignment]  # else `half_to`
+    half_dtype: torch.dtype = None  # type: ignore[assignment]  # None becomes `half_to`
     in_forwards: Policy | None = None
     attention_in_graphs: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
@@ -52,15 +52,15 @@ class Policy:
         if self.half_dtype is None:
             self.half_dtype = self.half_to
 
-    def with_half_dtype(self, half: torch.dtype) -> Policy:
+    def with_half_dtype(self, dtype: torch.dtype) -> Policy:
         """This policy with another half dtype, and with a cache that no forward opens."""
-        if half is self.half_to:
+        if dtype is self.half_to:
             return self
         return dataclasses.replace(
             self,
-            half_to=half,
+            half_to=dtype,
             float_to=torch.float32,
-            half_dtype=half,
+            half_dtype=dtype,
             attention_in_graphs=None,
             cache=WeightCache(),
         )
@@ -84,7 +84,7 @@ class Policy:
 
 
 class PolicyContext:
-    """`with` block or decorator under the policy that `choose()` returns at each entry; nests.
+    """`with` block or decorator under the policy that `choose()` returns at each entry.  Nests.
 
     `user_call` is the text of the call that made this block, for errors.  The block's policy is
     active in managed models too, and torch's own autocast is off in the block.
@@ -112,7 +112,7 @@ class PolicyContext:
     def __exit__(self, *exception: object) -> None:
         try:
             self._state.exit_block(self)
-        except BaseException:  # Ctrl-C: nothing else ends the block
+        except BaseException:  # KeyboardInterrupt in `exit_block`: no other code exits the block
             self._state.exit_block(self)
             raise
 

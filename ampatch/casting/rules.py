@@ -1,8 +1,8 @@
 """The rules: the dtype that each chooses for a call, and how values are cast.
 
 Never cast: float64, complex, integer and bool tensors, and tensors on devices that the policy
-does not cover.  Tensors in lists, tuples and namedtuples are cast, in new containers: those of
-the caller are unchanged.
+does not cover.  Tensors in lists, tuples and namedtuples are cast, in new containers: the caller's
+containers are unchanged.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch.nn import Parameter
 from ..errors import BannedFunctionError
 from ..log import logger
 from ..torch_private.dtensors import is_dtensor
-from ..torch_private.modules import are_one_buffer
-from ..torch_private.probes import is_recording
-from ..torch_private.torch_functions import unhandled
-from ..torch_private.tracing_tensors import is_internal
+from ..torch_private.modules import are_flat_weights
+from ..torch_private.probes import is_traced_or_transformed
+from ..torch_private.torch_functions import no_torch_function
+from ..torch_private.tracing_tensors import is_internal_tracing_tensor
 from .arguments import tensors_in
 from .handlers import HasHandler, any_has_handler, has_handler
 from .policy import Policy
 from .tables import Rule
 
-Choose = Callable[[tuple, dict, Policy], "torch.dtype | None"]
-"""The dtype that the tensors of a call `(args, kwargs)` are cast to; None: it is not cast."""
+ChooseDtype = Callable[[tuple, dict, Policy], "torch.dtype | None"]
+"""Returns the dtype to which the tensors of a call `(args, kwargs)` are cast; None: no cast."""
 
-TENSORS = frozenset((Tensor, Parameter))
-SCALARS = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
+PLAIN_TENSOR_TYPES = frozenset((Tensor, Parameter))
+NON_TENSOR_TYPES = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))  # no float64, no 8 bits
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))  # neither float64 nor float8
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class _NoHalfKernel(Exception):
-    """An argument is compressed sparse on the CPU, whose kernels for it take FP32 alone."""
+    """A compressed sparse argument on the CPU, where its kernels accept only FP32."""
 
 
 def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
-    """`value` with its castable tensors in `to`; the same object where nothing changes."""
+    """Return `value` with its castable tensors in `to`, or `value` itself if none changes."""
     cls = type(value)
     if cls is Tensor or cls is Parameter:
         dtype = value.dtype
@@ -52,40 +52,40 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
-        if value.layout is not torch.strided and _must_stay_float(value, to):
+        if value.layout is not torch.strided and _has_no_half_kernel(value, to):
             raise _NoHalfKernel
         if cls is Parameter and not is_dynamo_compiling():
             return policy.cache.cast(value, to)
-        if torch.is_grad_enabled() or not value.requires_grad:  # as below, without another call
+        if torch.is_grad_enabled() or not value.requires_grad:  # inlined `_cast_tensor`
             return value.to(to)
         return _cast_tensor(value, to)
-    if cls in SCALARS:
+    if cls in NON_TENSOR_TYPES:
         return value
     return _cast_uncommon(value, to, policy)
 
 
 def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
-    """The result requires a gradient as `value` does, under `no_grad` too: see `cast_weights`."""
+    """The result requires a gradient if `value` does, even under `no_grad`: see `cast_weights`."""
     if torch.is_grad_enabled() or not value.requires_grad:
         return value.to(to)
     with torch.enable_grad():
         return value.to(to)
 
 
-def _must_stay_float(value: Tensor, to: torch.dtype) -> bool:
+def _has_no_half_kernel(value: Tensor, to: torch.dtype) -> bool:
     return to is not torch.float32 and value.layout in _COMPRESSED and value.is_cpu
 
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, (list, tuple)):
-        if SCALARS.issuperset(map(type, value)):  # sizes, strides
+        if NON_TENSOR_TYPES.issuperset(map(type, value)):  # sizes, strides
             return value
-        if type(value) is list and _is_buffer(value, to, policy):
-            return list(policy.cache.cast_buffer(value, to))
+        if type(value) is list and _is_flat_rnn_weights(value, to, policy):
+            return list(policy.cache.cast_flat_weights(value, to))
         inside = []
         changed = False
         for item in value:
-            new = item if type(item) in SCALARS else cast(item, to, policy)
+            new = item if type(item) in NON_TENSOR_TYPES else cast(item, to, policy)
             changed = changed or new is not item
             inside.append(new)
         if not changed:
@@ -94,7 +94,11 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     if isinstance(value, Tensor):
         if has_handler(value):
             raise HasHandler
-        if is_castable(value, policy) and value.dtype is not to and not is_internal(value):
+        if (
+            is_castable(value, policy)
+            and value.dtype is not to
+            and not is_internal_tracing_tensor(value)
+        ):
             if not is_dynamo_compiling() and is_dtensor(value):  # the weights of tensor parallel
                 return policy.cache.cast(value, to) if value.is_leaf else value.to(to)
             return _cast_tensor(value, to)
@@ -104,25 +108,25 @@ def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
     return value
 
 
-def _is_buffer(values: list, to: torch.dtype, policy: Policy) -> bool:
-    """Whether these are the weights of an RNN in one buffer, as cuDNN wants, to be cast to half."""
+def _is_flat_rnn_weights(values: list, to: torch.dtype, policy: Policy) -> bool:
+    """Whether these are an RNN's flattened weights (one storage, for cuDNN), to be cast to half."""
     return (
         to is not torch.float32
         and not is_dynamo_compiling()
-        and are_one_buffer(values)
-        and not is_recording()
+        and are_flat_weights(values)
+        and not is_traced_or_transformed()
         and values[0].dtype is torch.float32
         and policy.casts_on_device(values[0].device.type)
     )
 
 
 def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> tuple[list, dict]:
-    """New arguments with their castable tensors in `to`, or in FP32 where no kernel takes half."""
-    cast_args = []  # by a loop, since a comprehension is a call before Python 3.12
+    """Return arguments with their castable tensors in `to`, or in FP32 if no kernel takes half."""
+    cast_args = []  # in a loop: a comprehension is a Python call before 3.12
     cast_kwargs = kwargs
     try:
         for arg in args:
-            cast_args.append(arg if type(arg) in SCALARS else cast(arg, to, policy))
+            cast_args.append(arg if type(arg) in NON_TENSOR_TYPES else cast(arg, to, policy))
         if kwargs:
             cast_kwargs = {name: cast(arg, to, policy) for name, arg in kwargs.items()}
         return cast_args, cast_kwargs
@@ -131,9 +135,9 @@ def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> 
 
 
 def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and device type.  Handlers do not see this read, which is no user's call."""
-    if type(value) not in TENSORS and has_handler(value):
-        with unhandled():
+    """A tensor's dtype and device type, read without `__torch_function__`: not the user's read."""
+    if type(value) not in PLAIN_TENSOR_TYPES and has_handler(value):
+        with no_torch_function():
             return value.dtype, value.device.type
     return value.dtype, value.device.type
 
@@ -145,17 +149,17 @@ def is_castable(value: Tensor, policy: Policy) -> bool:
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
-    """A tensor's dtype.  Handlers do not see this read."""
+    """A tensor's dtype, read without `__torch_function__`."""
     return dtype_and_device(value)[0]
 
 
 def widest_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """The widest castable dtype, FP32 for two different half dtypes; None: nothing is castable."""
+    """Return the widest castable dtype (FP32 for two half dtypes), or None if none is castable."""
     return _widest_and_mixed(args, kwargs, policy)[0]
 
 
 def _promote(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """As `widest_dtype`; None where all tensors have one dtype: there is nothing to cast."""
+    """Return `widest_dtype`, or None if all tensors already have one dtype."""
     dtype, are_mixed = _widest_and_mixed(args, kwargs, policy)
     return dtype if are_mixed else None
 
@@ -164,7 +168,7 @@ def _widest_and_mixed(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.
     """The widest castable dtype, and whether there are several castable dtypes."""
     first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
-        dtype = value.dtype if type(value) in TENSORS else dtype_of(value)
+        dtype = value.dtype if type(value) in PLAIN_TENSOR_TYPES else dtype_of(value)
         if dtype is not first_dtype and dtype in CASTABLE and is_castable(value, policy):
             if first_dtype is not None:
                 return torch.float32, True
@@ -177,14 +181,14 @@ def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None
 
 
 def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `torch._VF.einsum(equation, operands)`, by the sums and products in it."""
+    """For `torch._VF.einsum(equation, operands)`, by the sums and products in the equation."""
     equation = args[0] if args else kwargs["equation"]
     choose = _chooser_for_equation.__wrapped__ if is_dynamo_compiling() else _chooser_for_equation
     return choose(equation)(args, kwargs, policy)
 
 
 @functools.lru_cache(maxsize=1024)
-def _chooser_for_equation(equation: str) -> Choose:
+def _chooser_for_equation(equation: str) -> ChooseDtype:
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
     kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
@@ -197,7 +201,10 @@ def _chooser_for_equation(equation: str) -> Choose:
 
 
 def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `matrix_power(A, n)`: 0 and 1 multiply nothing, an inverse has no kernel for half."""
+    """For `matrix_power(A, n)`: half for n > 1.
+
+    A negative n needs an inverse, which has no half kernel.  For 0 and 1 nothing is multiplied.
+    """
     n = args[1] if len(args) > 1 else kwargs.get("n", 1)
     return None if n in (0, 1) else policy.half_to if n > 1 else torch.float32
 
@@ -207,7 +214,7 @@ def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """FP32 if any tensor is on the CPU; else the widest dtype, as PROMOTE."""
+    """FP32 if any tensor is on the CPU; else the widest dtype, like PROMOTE."""
     for value in tensors_in((*args, *kwargs.values())):
         if dtype_and_device(value)[1] == "cpu":
             return torch.float32
@@ -215,13 +222,13 @@ def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | No
 
 
 def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `torch.embedding` and `torch.embedding_bag`: `sparse` is the fifth argument or sixth."""
+    """For `torch.embedding` and `torch.embedding_bag`, whose `sparse` is argument 5 or 6."""
     is_sparse = kwargs.get("sparse") or any(arg is True for arg in args[4:6])
     return (widest_dtype if is_sparse else _float_on_cpu)(args, kwargs, policy)
 
 
 def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `index_select`, `index_add` and `repeat_interleave`, by the dimensions of the input."""
+    """For `index_select`, `index_add` and `repeat_interleave`: by the input's number of dims."""
     value = first_argument(args, kwargs)
     is_vector = isinstance(value, Tensor) and value.dim() < 2
     return _float_on_cpu(args, kwargs, policy) if is_vector else None
@@ -236,7 +243,10 @@ def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `batch_norm` and its like.  Half statistics stay half, as the call writes into them."""
+    """For `batch_norm` and `instance_norm`.
+
+    Half running statistics stay half, because the call writes into them.
+    """
     weight = args[1:2] or (kwargs.get("weight"),)
     mean = args[3:4] or (kwargs.get("running_mean"),)
     if not _has_half(weight, {}, policy) or _has_half(mean, {}, policy):
@@ -244,35 +254,35 @@ def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> t
     return _float_on_cpu(args, kwargs, policy)
 
 
-_FEW_ADDENDS = 16  # addends that half adds up with the error of a few roundings
-_MAX_IN_WINDOW = 65_504  # elements, which kernels count in float16
+_MAX_ADDENDS_IN_HALF = 16  # so many half values sum with an error of a few roundings
+_MAX_WINDOW_ELEMENTS = 65_504  # the largest float16: some kernels count a window's elements in it
 
 
 def _float_on_cpu_if_overlapping(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For pooling: FP32 if an element is in many windows, each of which adds to its gradient.
+    """For pooling: FP32 on the CPU if an element lies in many windows.
 
-    An int instead of a tuple is the size in each dimension.
+    Each window adds to the element's gradient.  A size given as one int holds for every dimension.
     """
     value = first_argument(args, kwargs)
     size = kwargs.get("kernel_size", kwargs.get("output_size"))
     size = args[1] if len(args) > 1 else size
     stride = args[2] if len(args) > 2 else kwargs.get("stride")
-    ranks = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
-    rank = ranks[0] if ranks else min(3, value.dim() - 1)
-    window = _of_rank(size, rank)
+    dims = [len(n) for n in (size, stride) if isinstance(n, (list, tuple)) and len(n) > 1]
+    ndim = dims[0] if dims else min(3, value.dim() - 1)
+    window = _per_dim(size, ndim)
     if "output_size" in kwargs or (len(args) == 2 and not kwargs):  # the number of windows
-        lengths = value.shape[value.dim() - rank :]
+        lengths = value.shape[value.dim() - ndim :]
         counts = [1 if out is None else out // max(n, 1) + 1 for out, n in zip(window, lengths)]
     else:
-        strides = _of_rank(stride, rank) if stride else window
+        strides = _per_dim(stride, ndim) if stride else window
         counts = [-(-width // max(step, 1)) for width, step in zip(window, strides)]
-        counts += [_FEW_ADDENDS + 1] if math.prod(window) > _MAX_IN_WINDOW else []
-    return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _FEW_ADDENDS else None
+        counts += [_MAX_ADDENDS_IN_HALF + 1] if math.prod(window) > _MAX_WINDOW_ELEMENTS else []
+    return _float_on_cpu(args, kwargs, policy) if math.prod(counts) > _MAX_ADDENDS_IN_HALF else None
 
 
-def _of_rank(size: Any, rank: int) -> list:
+def _per_dim(size: Any, ndim: int) -> list:
     sizes = list(size) if isinstance(size, (list, tuple)) else [size]
-    return sizes if len(sizes) == rank else sizes[:1] * rank
+    return sizes if len(sizes) == ndim else sizes[:1] * ndim
 
 
 def first_argument(args: tuple, kwargs: dict) -> Any:
@@ -281,7 +291,7 @@ def first_argument(args: tuple, kwargs: dict) -> Any:
 
 
 def _float32(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """FP32 even under `precision("half")`, for functions without a kernel for half."""
+    """FP32 even under `precision("half")`, for functions without a half kernel."""
     return torch.float32
 
 
@@ -303,10 +313,13 @@ def no_rule(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     return None
 
 
-def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Policy], bool]]:
-    """The policy's rule for this function of torch, if it overrides the function, else `choose`.
+def with_overrides(
+    function: Any, choose: ChooseDtype
+) -> tuple[ChooseDtype, Callable[[Policy], bool]]:
+    """Return a rule and a predicate for a function of torch that policies may override.
 
-    Also returns a predicate: whether a policy overrides the function.
+    The rule is the policy's own for `function`, or `choose` if the policy has none.  The predicate
+    returns whether a policy has one.
     """
 
     def choose_overridden(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -315,8 +328,11 @@ def with_overrides(function: Any, choose: Choose) -> tuple[Choose, Callable[[Pol
     return choose_overridden, lambda policy: function in policy.functions
 
 
-def banned(message: str) -> Choose:
-    """As FLOAT, for calls with half arguments: they raise `message`, or `message` is logged."""
+def banned(message: str) -> ChooseDtype:
+    """The rule BANNED: a call with half arguments raises `message`.
+
+    With `allow_banned` it runs in FP32 and `message` is logged once.
+    """
     warned: list[str] = []
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -334,8 +350,8 @@ def banned(message: str) -> Choose:
     return choose
 
 
-def refused(message: str) -> Choose:
-    """For an in-place function, which cannot change the dtype of a half tensor: it raises."""
+def refused(message: str) -> ChooseDtype:
+    """The rule REFUSE_IN_PLACE: a call whose first argument is half raises `message`."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         if _has_half(args[:1], {}, policy):
@@ -346,14 +362,17 @@ def refused(message: str) -> Choose:
 
 
 def _has_half(args: tuple, kwargs: dict, policy: Policy) -> bool:
-    """Whether a castable argument is half; False for a call that a handler is to see first."""
+    """Whether a castable argument is half.
+
+    False if an argument's `__torch_function__` has yet to handle the call.
+    """
     return not any_has_handler(args, kwargs) and any(
         value.dtype in (torch.float16, torch.bfloat16) and is_castable(value, policy)
         for value in tensors_in((*args, *kwargs.values()))
     )
 
 
-CHOOSERS: dict[Rule, Choose] = {
+CHOOSERS: dict[Rule, ChooseDtype] = {
     Rule.HALF: choose_half,
     Rule.CONTRACTION: _contraction,
     Rule.POWER: _power,
@@ -369,4 +388,4 @@ CHOOSERS: dict[Rule, Choose] = {
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _float32}
-OVERRIDES: dict[str, Choose] = {"float": _float32, "half": choose_half}
+OVERRIDES: dict[str, ChooseDtype] = {"float": _float32, "half": choose_half}

@@ -18,18 +18,18 @@ from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
-from ..torch_private.probes import is_recording, is_tracing
+from ..torch_private.probes import is_traced_or_transformed, is_tracing
 from .arguments import tensors_in
 from .calls import PROCESS_POLICY, Call, CastState, thread_calls
 from .cast_observers import observers
-from .dynamo_tables import opaque_call
-from .handlers import without_modes_if_any
+from .dynamo_patches import opaque_call
+from .handlers import without_torch_function_modes_if_any
 from .patches import MakeReplacement
 from .policy import Policy
 from .rules import (
     CHOOSERS,
-    TENSORS,
-    Choose,
+    PLAIN_TENSOR_TYPES,
+    ChooseDtype,
     cast,
     cast_arguments,
     first_argument,
@@ -40,27 +40,28 @@ from .tables import Row, Rule
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 LARGE_WEIGHT = 2**14
-"""For weights of this many elements or more, converting the half copy takes longer than looking up
-the FP32 weight."""
+"""For weights of this many elements or more, converting the half copy takes longer than searching
+for its FP32 weight."""
 
-_ALL_DEVICES_POLICY = Policy(half_to=torch.float32)
+_ANY_DEVICE_FP32 = Policy(half_to=torch.float32)  # casts on all devices, and only to FP32
 
 OVERRIDE_ROW = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
 """The row of a function that `overrides` names, for `make_run_in_fp32`, at O2 and O3."""
 
 
 def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
-    """Make the `run_in_fp32` of `wrapper.replacement`, for a row of EVERY_LEVEL.
+    """Return the `run_in_fp32` argument of `wrapper.replacement` for a row of EVERY_LEVEL.
 
     PyTorch computes such a function wrongly in half.  The row says which calls run in FP32
     internally.  The result has the dtype that PyTorch gives it; an in-place call writes it into its
-    first argument.  Where an argument is a half copy in the slot of a weight, the call reads the
-    FP32 weight instead.
+    first argument.  If an argument is a half copy in the slot of a weight, the call reads the FP32
+    weight instead.
     """
     choose = CHOOSERS[row.rule]
     is_for_all_devices = row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
     is_in_place = name.endswith("_") and not name.endswith("__")
-    is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT  # FP32 statistics widen no result
+    # The result of a norm has the dtype of the input, even if the statistics are FP32.
+    is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT
 
     def run_in_fp32(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         first_half = None
@@ -73,30 +74,30 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
                 break
         if first_half is None:
             return function(*args, **kwargs)
-        if row.only_gradient and not _is_recorded(args, kwargs):
+        if row.only_gradient and not _needs_grad(args, kwargs):
             return function(*args, **kwargs)
-        is_covered = is_for_all_devices or first_half.is_cpu
-        to = choose(args, kwargs, _ALL_DEVICES_POLICY) if is_covered else None
+        computes_wrongly_here = is_for_all_devices or first_half.is_cpu
+        to = choose(args, kwargs, _ANY_DEVICE_FP32) if computes_wrongly_here else None
         if to is None or kwargs.get("out") is not None:
             return function(*args, **kwargs)
         if is_norm:
-            result_dtype = widest_dtype((first_argument(args, kwargs),), {}, _ALL_DEVICES_POLICY)
+            result_dtype = widest_dtype((first_argument(args, kwargs),), {}, _ANY_DEVICE_FP32)
         else:
-            result_dtype = widest_dtype(args, kwargs, _ALL_DEVICES_POLICY)
+            result_dtype = widest_dtype(args, kwargs, _ANY_DEVICE_FP32)
         if result_dtype is None or result_dtype is to:
             return function(*args, **kwargs)
-        float_kwargs = {name: float_of(arg) for name, arg in kwargs.items()}
+        float_kwargs = {name: fp32_weight_of(arg) for name, arg in kwargs.items()}
         cast_args, cast_kwargs = cast_arguments(
-            map(float_of, args), float_kwargs, to, _ALL_DEVICES_POLICY
+            map(fp32_weight_of, args), float_kwargs, to, _ANY_DEVICE_FP32
         )
         result = function(*cast_args, **cast_kwargs)
         if is_in_place:
             return first_argument(args, kwargs).copy_(result)
-        return cast(result, result_dtype, _ALL_DEVICES_POLICY)
+        return cast(result, result_dtype, _ANY_DEVICE_FP32)
 
-    def float_of(value: Any) -> Any:
+    def fp32_weight_of(value: Any) -> Any:
         if isinstance(value, Tensor) and not is_dynamo_compiling() and thread_calls.stack:
-            return state.float_of(value) if value.numel() >= LARGE_WEIGHT else value
+            return state.fp32_weight_of(value) if value.numel() >= LARGE_WEIGHT else value
         return value
 
     return run_in_fp32
@@ -109,27 +110,28 @@ def _first_half_in(values: Sequence) -> Tensor | None:
     return None
 
 
-def _is_recorded(args: tuple, kwargs: dict) -> bool:
-    """Whether autograd may record this call.
+def _needs_grad(args: tuple, kwargs: dict) -> bool:
+    """Whether autograd may need this call for a backward pass.
 
-    True in a transform, where `requires_grad` does not say so.  Under `no_grad` it is True in a
-    trace, which must cast the same in both grad modes: `torch.jit.trace` checks it under `no_grad`.
+    In a trace or a transform always True, because `requires_grad` is no evidence there.  Under
+    `no_grad` True only in a jit trace: `torch.jit.trace` runs the traced function again under
+    `no_grad` and compares the results.
     """
     if not torch.is_grad_enabled():
         return not is_dynamo_compiling() and is_tracing()
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
             return True
-    return is_dynamo_compiling() or is_recording()
+    return is_dynamo_compiling() or is_traced_or_transformed()
 
 
 def with_fp32_kernels(
-    name: str, choose: Choose, run_in_fp32: Callable | None
-) -> tuple[Choose, Callable | None]:
+    name: str, choose: ChooseDtype, run_in_fp32: Callable | None
+) -> tuple[ChooseDtype, Callable | None]:
     """Let the function `name` use a kernel that reads half tensors and computes in FP32.
 
-    Accelerators have some; then no FP32 copy is made.  Takes and returns the `choose` and the
-    `run_in_fp32` of `wrapper.replacement`.
+    Accelerators have such kernels for some functions; then no FP32 copy is made.  Takes and returns
+    the `choose` and the `run_in_fp32` of `wrapper.replacement`.
     """
     if name not in _FP32_KERNELS:
         return choose, run_in_fp32
@@ -138,7 +140,7 @@ def with_fp32_kernels(
     def has_kernel(args: tuple, kwargs: dict, policy: Policy) -> bool:
         value = first_argument(args, kwargs)
         return (
-            type(value) in TENSORS
+            type(value) in PLAIN_TENSOR_TYPES
             and value.dtype in HALF_DTYPES
             and not value.is_cpu
             and not is_dynamo_compiling()  # a compiler fuses the cast
@@ -161,11 +163,11 @@ def with_fp32_kernels(
     return choose_without_kernel, run
 
 
-def _has_no_dtype(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+def _allows_fp32_dtype(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
     return dtype is None and not any(arg is None or type(arg) is torch.dtype for arg in args)
 
 
-def _with_dtype(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _call_in_fp32(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **{**kwargs, "dtype": torch.float32})
 
 
@@ -185,16 +187,17 @@ def _cross_entropy_of_indices(_: Callable, input: Tensor, target: Tensor, *other
     return torch.ops.aten.nll_loss_nd(log_probabilities, target, None, reduction, ignore_index)
 
 
-# Left out: what takes no half tensor (matrix norms), or computes its gradient in half (cumsum).
+# Not in the list: functions whose `dtype=` accepts no half input (matrix norms) or whose gradient
+# is computed in half (cumsum).
 _WITH_DTYPE_ARGUMENT = ("log_softmax", "softmax", "sum", "vector_norm")
 _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compute, compute)
-    **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_has_no_dtype, _with_dtype)),
+    **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_allows_fp32_dtype, _call_in_fp32)),
     "cross_entropy_loss": (_has_class_indices, _cross_entropy_of_indices),
 }
 
 
 def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
-    """Functions of torch's modules that check dtypes or autocast by themselves."""
+    """Patches of functions of torch's modules that check dtypes or autocast by themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
         (
@@ -211,16 +214,16 @@ def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]
 
 
 def embedding_forwards() -> list[tuple[str, str, MakeReplacement]]:
-    """Forwards that look up in the FP32 weight where a half model has a half copy of it."""
+    """Patches of the embedding forwards, which read the FP32 weight of a half copy."""
     return [(f"torch.nn.{cls.__name__}", "forward", _embedding_forward) for cls in EMBEDDINGS]
 
 
 def _embedding_forward(original: Callable) -> Callable:
-    """TorchScript compiles the source of `original`, which needs the `F` of this module."""
+    """The replacement.  TorchScript compiles the source of `original`, with this module's `F`."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        params = self.__dict__.get(PARAMETERS)  # `models.lookups` puts in its own class of dict
+        params = self.__dict__.get(PARAMETERS)  # in a half model possibly `EmbeddingParameters`
         if type(params) is dict or getattr(params, "module", None) is not self:
             return original(self, *args, **kwargs)
         return params.look_up(original, args, kwargs)  # type: ignore[union-attr]
@@ -229,25 +232,27 @@ def _embedding_forward(original: Callable) -> Callable:
 
 
 def _fast_path(original: Callable, state: CastState) -> Callable:
-    """The replacement of the function that says whether attention may take a fused kernel.
+    """The replacement of the function that returns whether attention may take a fused kernel.
 
-    Attention and encoder layers ask it in evaluation.  As under autocast, they may not where calls
-    are cast: a fused kernel is a single call, and the rows are for the functions in it.  A policy
-    with a condition casts only some calls; then the frame of the module that asks has the tensors
-    of this call.  Compiled code has no frames, and may not call the original.
+    `nn.MultiheadAttention` and the encoder layers call it in eval mode before they take a fused
+    kernel.  A fused kernel is one call, so no row would cast the functions inside it.  Where calls
+    are cast, the replacement therefore returns False, as torch does under autocast.  If the policy
+    has a condition, the replacement applies the condition to the tensors in its caller's Python
+    frame and to the module's parameters.  Under Dynamo the caller's frame is not available, and the
+    original may not be called.
     """
 
     def get_fastpath_enabled() -> bool:
         if is_dynamo_compiling():
-            return state.current() is None and is_fast_path_enabled()
-        policy = state.current()
+            return state.current_policy() is None and is_fast_path_enabled()
+        policy = state.current_policy()
         if policy is None or not original():
             return original()
         if policy.condition is None:
             return False
         caller = sys._getframe(1).f_locals
         module = caller.get("self")
-        with without_modes_if_any(state):
+        with without_torch_function_modes_if_any(state):
             tensors = [value for value in caller.values() if isinstance(value, Tensor)]
             weights = module.parameters() if isinstance(module, nn.Module) else ()
             return not policy.condition((*tensors, *weights), {})
@@ -266,7 +271,7 @@ def _attention_under(policy: Policy | None, state: CastState) -> Callable:
         state.set_policy(call, policy)
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return state.within(enter, F.multi_head_attention_forward, *args, **kwargs)
+        return state.run_in_call(enter, F.multi_head_attention_forward, *args, **kwargs)
 
     return opaque_call(attention)
 
@@ -295,13 +300,13 @@ def opaque_attention(original: Callable, state: CastState) -> Callable:
 def _rnn_check_input(original: Callable, state: CastState) -> Callable:
     """Let RNNs accept an input that is to be cast to the dtype of the weights.
 
-    The original refuses another dtype than the weights', before the input could be cast.
+    The original raises if the input's dtype differs from the weights', before the input is cast.
     """
 
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        policy = state.current()
+        policy = state.current_policy()
         if policy is not None:
-            with without_modes_if_any(state):
+            with without_torch_function_modes_if_any(state):
                 weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
                 input = _as_if_cast(input, weights[0], policy)
         return original(self, input, batch_sizes)
@@ -310,7 +315,7 @@ def _rnn_check_input(original: Callable, state: CastState) -> Callable:
 
 
 def _as_if_cast(input: Tensor, weight: Tensor, policy: Policy) -> Tensor:
-    """An input for that check: in the dtype of `weight`, if both are to be cast."""
+    """Return an input for `check_input`: in the dtype of `weight`, if both are to be cast."""
     if (
         input.dtype is not weight.dtype
         and is_castable(input, policy)

@@ -1,18 +1,17 @@
 """Which function follows which rule.  Data only: no torch import, no logic.
 
-A row reads "these names, in this namespace, follow this rule, because ...".
-`why` is shown to users, in errors and by `ampatch tables`, so write it for
-them.  The order of rows does not matter, and within the first five tables no
-(where, name) appears twice: a test checks.
+A row reads "these names, in this namespace, follow this rule, because ...".  `why` is shown to
+users, in errors and by `ampatch tables`, so write it for them.  The order of rows does not matter,
+and within the first five tables no (where, name) appears twice; a test checks this.
 
-`where` is the place of the patch, not of the documentation: where a function
-of `torch.nn.functional` is written in Python, the row names the builtin below
-it (`torch._C._nn`, `torch._VF`, `torch`).  Calls with `out=` and in-place functions
-follow no rule, PyTorch decides about them, except those that write values in, which
-it refuses in another dtype.
+`where` is the place of the patch, not of the documentation: if a function of `torch.nn.functional`
+is written in Python, the row names the builtin that it calls (`torch._C._nn`, `torch._VF`,
+`torch`).  Calls with `out=` and in-place functions follow no rule: PyTorch decides their dtypes.
+In-place functions that write other tensors into their first argument have rows, because PyTorch
+refuses values of another dtype.
 
-The numbers in the reasons are those of FP16.  Bfloat16 has the range of FP32
-but only eight significant bits, and gets the same rules.
+The numbers in the reasons are for FP16.  Bfloat16 has the range of FP32 but only eight significant
+bits, and gets the same rules.
 
 The first two tables have the names that apex gave them: whitelist and blacklist.
 """
@@ -25,15 +24,15 @@ class Rule(Enum):
     """The dtype that the floating inputs of a call get."""
 
     HALF = "half"  # the half dtype
-    CONTRACTION = "half if contracted"  # HALF where operands are multiplied and summed in one
-    FLOAT = "float"  # half inputs up to FP32
-    FLOAT_ON_CPU = "float on the CPU"  # FP32 there, PROMOTE elsewhere
+    CONTRACTION = "half if contracted"  # HALF if operands are multiplied and summed at once
+    FLOAT = "float"  # half inputs are cast to FP32
+    FLOAT_ON_CPU = "float on the CPU"  # FP32 on the CPU, PROMOTE on other devices
     FLOAT_ON_CPU_UNLESS_SPARSE = "float on the CPU unless sparse"  # for embeddings
     FLOAT_ON_CPU_IF_VECTOR = "float on the CPU if a vector"  # the first input has one dimension
     FLOAT_ON_CPU_IF_ADDING = "float on the CPU if adding"  # accumulate=True, mode="replicate"
     FLOAT_ON_CPU_IF_HALF_WEIGHT = "float on the CPU if the weight is half"  # and statistics are not
-    FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # windows of pooling
-    FLOAT_UNLESS_DTYPE = "float unless dtype="  # as FLOAT, but the call's own dtype= wins
+    FLOAT_ON_CPU_IF_OVERLAPPING = "float on the CPU if overlapping"  # overlapping pooling windows
+    FLOAT_UNLESS_DTYPE = "float unless dtype="  # FLOAT, unless the call has a dtype= of its own
     PROMOTE = "promote"  # the widest floating dtype among the inputs
     LIKE_FIRST = "like first"  # the call writes into its first input
     POWER = "matrix power"  # HALF for exponents from 2 on, FP32 for negative ones
@@ -44,21 +43,21 @@ class Rule(Enum):
 class Row(NamedTuple):
     """The functions `names` of the namespace `where` follow `rule`, for the reason `why`.
 
-    A `native` row is there for the reader: PyTorch itself does what the rule
-    asks, and nothing is installed.  `only_gradient`: what is wrong in half is the gradient, so that
-    calls that record no graph stay in half.
+    A `done_by_torch` row is there for the reader: PyTorch itself follows the rule, and nothing is
+    installed.  `only_gradient`: only the gradient is wrong in half, so that calls that need no
+    gradient stay in half.
     """
 
     where: str
     names: tuple[str, ...]
     rule: Rule
     why: str
-    native: bool = False
+    done_by_torch: bool = False
     only_gradient: bool = False
 
 
 BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
-"""Where rows name the builtins below a public namespace."""
+"""The namespace of the builtins that a public namespace calls, for rows."""
 
 # Reasons that several namespaces share.
 
@@ -125,9 +124,9 @@ _OUTPUTS = "On the CPU PyTorch sums the gradients of all outputs in half, one by
 _WINDOWS = "On the CPU PyTorch sums windows, and elements of several windows, in half."
 _OF_WINDOWS = "On the CPU PyTorch sums in half the gradients of all windows over an element."
 _ENTRIES = "On the CPU PyTorch sums the entries of sparse tensors in half, one by one."
-_NATIVE = "PyTorch promotes mixed inputs itself, so there is nothing to patch."
+_DONE_BY_TORCH = "PyTorch promotes mixed inputs itself, so there is nothing to patch."
 
-# One name a line would hide the rows.
+# ruff would put each name on a line of its own.
 # fmt: off
 
 # Names that two namespaces share.
@@ -172,7 +171,7 @@ _SPECIAL = (
     "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
     "shifted_chebyshev_polynomial_w", "spherical_bessel_j0", "zeta",
 )
-_NATIVES = (
+_PROMOTED_BY_TORCH = (
     "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "hypot",
     "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "equal", "where", "outer", "kron",
 )
@@ -277,14 +276,14 @@ PROMOTE: tuple[Row, ...] = (
     Row("torch.Tensor", ("index_put", "scatter_add"), Rule.PROMOTE, _WRITES),
     Row("torch.nn.functional", ("bilinear",), Rule.PROMOTE, _ONE_DTYPE),
     Row("torch._VF", ("tensordot",), Rule.PROMOTE, _ONE_DTYPE),
-    Row("torch", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
-    Row("torch.Tensor", _NATIVES, Rule.PROMOTE, _NATIVE, native=True),
+    Row("torch", _PROMOTED_BY_TORCH, Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
+    Row("torch.Tensor", _PROMOTED_BY_TORCH, Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
     Row("torch", ("cat", "dstack", "hstack", "stack", "vstack"),
-        Rule.PROMOTE, _NATIVE, native=True),
+        Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
     Row("torch.Tensor", ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
                          "__div__", "__truediv__", "__floordiv__", "__mod__", "__eq__", "__ne__",
                          "__lt__", "__le__", "__gt__", "__ge__"),
-        Rule.PROMOTE, _NATIVE, native=True),
+        Rule.PROMOTE, _DONE_BY_TORCH, done_by_torch=True),
 )
 
 # Refused in half.
@@ -300,7 +299,7 @@ BANNED: tuple[Row, ...] = (
     ),
 )
 
-# Beyond autocast: what plain PyTorch refuses in the dtypes that casts make.
+# Beyond autocast: calls that PyTorch refuses with the dtypes that casts produce.
 
 BEYOND: tuple[Row, ...] = (
     Row("torch", _WRITERS, Rule.PROMOTE, _WRITES),
@@ -332,8 +331,8 @@ BEYOND: tuple[Row, ...] = (
     Row("torch._VF", ("istft", "stft"), Rule.FLOAT, _FOURIER),
 )
 
-# At every level: what PyTorch computes wrongly in half.  Some of these functions have a row above
-# too: what that row casts to half is then summed in FP32 internally.  No level casts the others.
+# At every level: functions that PyTorch computes wrongly in half.  If a row above casts the call to
+# half too, the call still sums in FP32 internally.
 
 EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch", ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), Rule.FLOAT_ON_CPU,
@@ -385,7 +384,7 @@ EVERY_LEVEL: tuple[Row, ...] = (
     Row("torch.Tensor", ("coalesce", "to_dense"), Rule.FLOAT_ON_CPU, _ENTRIES),
 )
 
-# Only with apex's tables: these rows come on top, and win over a row above for the same place.
+# Only with apex's tables: these rows are added, and replace a row above for the same place.
 
 _SPREAD = "It sums squared differences, and a square overflows FP16 from 256 on."
 _IN_PLACE = (

@@ -1,7 +1,7 @@
 """How the user's functions follow a rule: plain functions, methods, autograd Functions.
 
-`function_class_replacements` has the methods to replace in an autograd Function class.  A decorator
-replaces them for good, `install.py` until the patches are undone.
+`function_class_replacements` returns the methods to replace in an autograd Function class.  A
+decorator replaces them permanently, `install.py` until the patches are undone.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ..errors import type_name
 from .calls import CastState
 from .cast_observers import ObservedCall, observers
 from .patches import MakeReplacement
-from .rules import Choose
+from .rules import ChooseDtype
 from .wrapper import call_cast
 
 GetState = Callable[[], CastState]
 
 
-def user_function(function: Callable, choose: Choose, get_state: GetState) -> Callable:
-    """`function` with its arguments cast to `choose(args, kwargs, policy)`.
+def user_function(function: Callable, choose: ChooseDtype, get_state: GetState) -> Callable:
+    """Return `function` with its arguments cast to `choose(args, kwargs, policy)`.
 
-    The functions of torch that it calls follow their own rules.
+    The functions of torch that `function` calls follow their own rules.
     """
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy = get_state().current()
+        policy = get_state().current_policy()
         to = None if policy is None else choose(args, kwargs, policy)
         is_observed = observers and not is_dynamo_compiling()
         called = ObservedCall(function, args, kwargs) if is_observed else function
@@ -41,8 +41,8 @@ def user_function(function: Callable, choose: Choose, get_state: GetState) -> Ca
     return patched
 
 
-def casting_wrapper(function: Any, choose: Choose, get_state: GetState) -> Any:
-    """The replacement of a function or method; that of a static method is a static method."""
+def casting_wrapper(function: Any, choose: ChooseDtype, get_state: GetState) -> Any:
+    """The replacement of a function or method.  A static or class method remains one."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(casting_wrapper(function.__func__, choose, get_state))
     return functools.wraps(function)(user_function(function, choose, get_state))
@@ -69,7 +69,7 @@ def check_can_follow_rule(function: Any, user_call: str) -> None:
 
 
 def function_class_replacements(
-    cls: type[Function], choose: Choose, get_state: GetState
+    cls: type[Function], choose: ChooseDtype, get_state: GetState
 ) -> dict[str, MakeReplacement]:
     """`{name: make}` for the methods to replace in an autograd Function class.
 
@@ -82,7 +82,7 @@ def function_class_replacements(
     }
 
 
-def _casting_apply(original: classmethod, choose: Choose, get_state: GetState) -> classmethod:
+def _casting_apply(original: classmethod, choose: ChooseDtype, get_state: GetState) -> classmethod:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return user_function(original.__get__(None, cls), choose, get_state)(*args, **kwargs)
 

@@ -2,9 +2,10 @@
 
 A weight that several calls use within a forward is cast once: as the forward begins, if the last
 forward used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
-forward and its graph.  Nothing writes into them.  No later forward uses them, since a `.data` write
-(an EMA swap) and fused optimizers change weights without raising `_version`.  The calls of a thread
-hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their own.
+forward and its graph.  No code writes into them.  No later forward uses them, because a `.data`
+write (an EMA swap) and fused optimizers change weights without bumping `_version`.  The calls of a
+thread hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their
+own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from .. import native
-from ..torch_private.modules import share_buffer
-from ..torch_private.probes import is_recording
+from ..torch_private.modules import share_storage
+from ..torch_private.probes import is_traced_or_transformed
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
 from .half_copies import Buckets, cast_weights, may_share_node, wants_only_some
 
-Copies = dict[int, tuple[Tensor, int]]
+HalfCopiesById = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
 
 
@@ -38,20 +39,21 @@ class CacheInfo:
 
 
 class WeightUseOrder:
-    """The weights that a model's last forward used in `dtype`, in order; the next one casts them.
+    """The weights whose copies in `dtype` the model's last forward used, in order of use.
 
-    A weight whose dtype or device has changed since is cast too, but its copy is not used.
+    The next forward casts them in advance.  A weight whose dtype or device has changed since then
+    is cast too, but its copy is not used.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._model = model
-        # Ids of the weights that the last forward used, and buckets of those that may share a node.
-        # Both change in one assignment: several threads may be in forwards of the model.
+        # Ids of the weights that the last forward used, and buckets of the weights among them that
+        # may share a node.  One assignment changes both: several threads may run the model.
         self.last_used: tuple[list[int], Buckets] = [], Buckets((), model, model)
-        self._ids: set[int] = set()  # of all weights that its forwards have used
-        self.wants_own_nodes = False  # the next forward makes a node for each weight
-        self.has_own_nodes = False  # the last forward did
+        self._ids: set[int] = set()  # ids of all weights that the model's forwards have used
+        self.wants_own_nodes = False  # whether the next forward makes a node for each weight
+        self.has_own_nodes = False  # whether the last forward made a node for each weight
 
     def record(self, used: dict[int, Tensor]) -> None:
         """Record the weights, by id, whose copies a forward has used, in this order."""
@@ -62,11 +64,11 @@ class WeightUseOrder:
             self._ids = self._ids.union(ids)
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """Record that gradients of these weights (ids) are asked for.
+        """Record that the script asks for the gradients of these weights (ids).
 
-        If these are only some of the weights that forwards use, each weight has a node of its own
-        from the next forward on.  Returns True if so, and the last forward has made no such nodes:
-        existing graphs may have a node that such a weight shares with others.
+        If they are some but not all of the weights that forwards use, the next forward makes one
+        node per weight.  Returns True if an existing graph may still cast one of them in a node
+        with other weights.
         """
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
@@ -79,10 +81,10 @@ class WeightUseOrder:
 class ForwardCopies:
     """The half copies of one forward, by grad mode and `requires_grad`.
 
-    * `in_graph`: copies that autograd records, with a node that leads back to their weights.
+    * `in_graph`: copies with an autograd node that leads back to their weights.
     * `frozen`: copies of weights that require no gradient.
     * `under_no_grad`: copies made under `no_grad`.  All of them require a gradient, which makes
-      `F.linear` faster (see `cast_weights`); only torch's functions get them.
+      `F.linear` faster (see `cast_weights`); only torch's functions get these copies.
     """
 
     def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
@@ -90,14 +92,17 @@ class ForwardCopies:
         self.order = order
         self.outer: ForwardCopies | None = thread_calls.copies
         self.in_inference_mode = torch.is_inference_mode_enabled()
-        self.in_graph: Copies = {}
-        self.frozen: Copies = {}
-        self.under_no_grad: Copies = {}
-        self.kept_alive: list[object] = []  # weights with copies, so that no id gets a new meaning
-        self.used_weights: dict[int, Tensor] = {}  # whose copies were used, by id, in order of use
-        self.never_reused: set[int] = set()  # ids of weights that `.data` may write into
+        self.in_graph: HalfCopiesById = {}
+        self.frozen: HalfCopiesById = {}
+        self.under_no_grad: HalfCopiesById = {}
+        # The weights that have copies.  Keeps their ids from being reused.
+        self.kept_weights: list[object] = []
+        # The weights whose copies were used, by id, in order of use.
+        self.used_weights: dict[int, Tensor] = {}
+        # Ids of weights that a write through `.data` may change.
+        self.cast_at_each_use_ids: set[int] = set()
 
-    def copies_for(self, wants_grad: bool) -> Copies:
+    def copies_for(self, wants_grad: bool) -> HalfCopiesById:
         """The copies for the current grad mode."""
         if not is_grad_enabled():
             return self.under_no_grad
@@ -110,7 +115,7 @@ class ForwardCopies:
 class WeightCache:
     """Casts leaf weights, each once while a managed model's forward runs."""
 
-    _thread_calls = thread_calls  # for the native part
+    _thread_calls = thread_calls  # read by the native part
 
     def __init__(self) -> None:
         self.hits = self.misses = 0
@@ -118,12 +123,12 @@ class WeightCache:
     def open(self, call: Call, order: WeightUseOrder | None = None) -> None:
         """Keep half copies until the exit of `call`, the innermost call.
 
-        Within another forward of this cache this does nothing: the copies of that forward are used.
+        Does nothing inside another forward of this cache: that forward's copies are used.
         """
         outer = thread_calls.copies
         if outer is not None and outer.cache is self:
             return
-        if is_recording():
+        if is_traced_or_transformed():
             call.copies = thread_calls.copies = None
             return
         forward_copies = ForwardCopies(self, order)
@@ -131,28 +136,29 @@ class WeightCache:
         if order is None:
             return
         order.has_own_nodes = order.wants_own_nodes
-        for weights in order.last_used[1].to_cast():
+        for weights in order.last_used[1].lists_to_cast():
             versions = list(map(_version_of, weights))  # read first: another thread may write
-            halves = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
+            half_copies = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
             copies = forward_copies.in_graph if weights[0].requires_grad else forward_copies.frozen
             if not is_grad_enabled():
                 copies = forward_copies.under_no_grad
-                for half in halves:
-                    half.requires_grad = True
-            copies.update(zip(map(id, weights), zip(halves, versions)))
-            forward_copies.kept_alive.append(weights)
+                for half_copy in half_copies:
+                    half_copy.requires_grad = True
+            copies.update(zip(map(id, weights), zip(half_copies, versions)))
+            forward_copies.kept_weights.append(weights)
             self.misses += len(weights)
             if observers:
-                report_copies(halves)
+                report_copies(half_copies)
 
     def open_for_checkpoint(self, call: Call) -> None:
         """Give `call`, the innermost call, half copies of its own, each cast at its first use.
 
-        For the function that an activation checkpoint runs twice.  It makes the same casts both
-        times, and the gradients of a weight that it uses twice are summed in the same dtype as
-        without the checkpoint.
+        For a checkpointed function, which runs twice.  It makes the same casts both times, and the
+        gradients of a weight that it uses twice are summed in the same dtype as without the
+        checkpoint.
         """
-        call.copies = thread_calls.copies = None if is_recording() else ForwardCopies(self)
+        copies = None if is_traced_or_transformed() else ForwardCopies(self)
+        call.copies = thread_calls.copies = copies
 
     def _thread_copies(self) -> ForwardCopies | None:
         """The copies of this cache that this thread uses now."""
@@ -162,13 +168,13 @@ class WeightCache:
         return forward_copies
 
     def info(self) -> CacheInfo:
-        """A snapshot of the counts; entries are this thread's."""
+        """A snapshot of the counts; `entries` counts this thread's copies."""
         forward_copies = self._thread_copies()
         entries = 0 if forward_copies is None else len(forward_copies)
         return CacheInfo(self.hits, self.misses, entries)
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight` in `dtype`: the copy that this forward has, or a new one.
+        """Return `weight` in `dtype`: the copy that this forward has, or a new one.
 
         A copy is used again as long as the version of its weight has not changed.
 
@@ -176,76 +182,80 @@ class WeightCache:
         """
         forward_copies = thread_calls.copies
         if forward_copies is None or forward_copies.cache is not self:
-            return _observed([weight.to(dtype)])[0]
-        if not is_grad_enabled():  # as `copies_for`, which would cost a call
+            return _report_to_observers([weight.to(dtype)])[0]
+        if not is_grad_enabled():  # inlined `copies_for`
             copies = forward_copies.under_no_grad
         else:
             copies = forward_copies.in_graph if weight.requires_grad else forward_copies.frozen
         key = id(weight)
         entry = copies.get(key)
         if entry is not None:
-            half, version = entry
-            if version == weight._version and half.dtype is dtype:
+            half_copy, version = entry
+            if version == weight._version and half_copy.dtype is dtype:
                 forward_copies.used_weights[key] = weight
                 self.hits += 1
-                return half
+                return half_copy
         return self._make_copy(forward_copies, copies, weight, dtype)
 
-    def cast_buffer(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """As `cast`, for the weights of an RNN, which share one memory buffer.
+    def cast_flat_weights(self, weights: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Like `cast`, but for the flattened weights of an RNN, which share one storage.
 
-        Their copies share one too: else cuDNN copies the weights, and warns, at every call.  They
-        are cast at their first use, and never as a forward begins.
+        Their copies share a storage too: else cuDNN copies the weights, and warns, at every call.
+        They are cast at their first use, and never as a forward begins.
         """
         forward_copies = self._thread_copies()
         versions = list(map(_version_of, weights))
         if forward_copies is None:
-            return _observed(cast_weights(weights, dtype, in_one_buffer=True))
+            return _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         copies = forward_copies.copies_for(any(map(_wants_grad, weights)))
         entries = [copies.get(id(weight), (None, None)) for weight in weights]
-        halves = [half for half, _ in entries if half is not None and half.dtype is dtype]
+        half_copies = [copy for copy, _ in entries if copy is not None and copy.dtype is dtype]
         if (
-            len(halves) == len(weights)
+            len(half_copies) == len(weights)
             and [version for _, version in entries] == versions
-            and share_buffer(halves)
+            and share_storage(half_copies)
         ):
             self.hits += len(weights)
-            return halves
+            return half_copies
         self.misses += len(weights)
-        new_copies = _observed(cast_weights(weights, dtype, in_one_buffer=True))
+        new_copies = _report_to_observers(cast_weights(weights, dtype, in_one_storage=True))
         if all(self._may_keep_copy(forward_copies, weight) for weight in weights):
             copies.update(zip(map(id, weights), zip(new_copies, versions)))
-            forward_copies.kept_alive.append(weights)
+            forward_copies.kept_weights.append(weights)
         return new_copies
 
     def _make_copy(
-        self, forward_copies: ForwardCopies, copies: Copies, weight: Tensor, dtype: torch.dtype
+        self,
+        forward_copies: ForwardCopies,
+        copies: HalfCopiesById,
+        weight: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """A new copy of `weight`.  In C++: `make_copy` of `call.h`."""
+        """Make a new copy of `weight`.  In C++: `make_copy` of `call.h`."""
         self.misses += 1
         if not self._may_keep_copy(forward_copies, weight):
-            return _observed([weight.to(dtype)])[0]
-        version = weight._version  # read before the cast: another thread may write meanwhile
-        [half] = _observed(cast_weights([weight], dtype, own_nodes=True))
+            return _report_to_observers([weight.to(dtype)])[0]
+        version = weight._version  # read before the cast: another thread may write at the same time
+        [half_copy] = _report_to_observers(cast_weights([weight], dtype, own_nodes=True))
         if not is_grad_enabled():
-            half.requires_grad = True
-        copies[id(weight)] = half, version
-        forward_copies.kept_alive.append(weight)
+            half_copy.requires_grad = True
+        copies[id(weight)] = half_copy, version
+        forward_copies.kept_weights.append(weight)
         forward_copies.used_weights.setdefault(id(weight), weight)
-        return half
+        return half_copy
 
     @staticmethod
     def _may_keep_copy(forward_copies: ForwardCopies, weight: Tensor) -> bool:
         """Whether a copy may be used again.
 
-        It may not if it would leak out of a trace or a transform, or if autograd could not save it
-        for a backward pass.
+        False if the copy would leak from a trace or a transform, or if autograd cannot save it for
+        backward (inference mode).
 
         In C++: `may_keep_copy` of `call.h`.
         """
         return not (
-            id(weight) in forward_copies.never_reused
-            or is_recording()
+            id(weight) in forward_copies.cast_at_each_use_ids
+            or is_traced_or_transformed()
             or weight.is_inference()
             or forward_copies.in_inference_mode is not torch.is_inference_mode_enabled()
         )
@@ -254,11 +264,11 @@ class WeightCache:
 def cast_at_each_use(weight: Tensor) -> None:
     """Cast `weight` at each use, from now to the end of this thread's forwards.
 
-    For a weight that code may change without raising its version.
+    For a weight that code may change without bumping its version.
     """
     forward_copies = thread_calls.copies
     while forward_copies is not None:
-        forward_copies.never_reused.add(id(weight))
+        forward_copies.cast_at_each_use_ids.add(id(weight))
         for copies in (
             forward_copies.in_graph,
             forward_copies.frozen,
@@ -269,22 +279,22 @@ def cast_at_each_use(weight: Tensor) -> None:
 
 
 def drop_copies() -> None:
-    """Drop this thread's copies: an optimizer has stepped, perhaps without raising versions."""
+    """Drop this thread's copies.  Called after optimizer steps, which may not bump versions."""
     forward_copies = thread_calls.copies
     while forward_copies is not None:
         forward_copies.in_graph, forward_copies.frozen, forward_copies.under_no_grad = {}, {}, {}
         forward_copies = forward_copies.outer
 
 
-def _observed(halves: Sequence[Tensor]) -> Any:
+def _report_to_observers(half_copies: Sequence[Tensor]) -> Any:
     if observers:
-        report_copies(halves)
-    return halves
+        report_copies(half_copies)
+    return half_copies
 
 
 _version_of = operator.attrgetter("_version")
 _wants_grad = operator.attrgetter("requires_grad")
 
 
-if native.part is not None:  # it casts weights at their use, unless there are observers
+if native.part is not None:  # `call_cast` of call.h casts weights itself unless there are observers
     native.part.set_observers(observers)

@@ -18,46 +18,51 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .. import native
-from ..torch_private.torch_functions import is_mode_on
+from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .calls import PROCESS_POLICY, CastState, thread_calls
 from .cast_observers import ObservedCall, observers
-from .dynamo_tables import opaque_call
+from .dynamo_patches import opaque_call
 from .handlers import HasHandler, any_has_handler, call_handlers
 from .policy import Policy
-from .rules import SCALARS, TENSORS, Choose, cast_arguments
+from .rules import NON_TENSOR_TYPES, PLAIN_TENSOR_TYPES, ChooseDtype, cast_arguments
 
 if native.part is None:
-    _native_call_cast = _UNUSUAL = None
+    _native_call_cast = _NOT_HANDLED = None
 else:
-    _native_call_cast, _UNUSUAL = native.part.call_cast, native.part.UNUSUAL
+    _native_call_cast, _NOT_HANDLED = native.part.call_cast, native.part.NOT_HANDLED
 
 
 def replacement(
     original: Callable,
-    choose: Choose,
+    choose: ChooseDtype,
     state: CastState,
     run_in_fp32: Callable | None = None,
     casts_nothing_inside: Callable[[Policy], bool] | None = None,
 ) -> Callable:
     """A plain function that replaces `original` and casts to the dtype that `choose` returns.
 
-    `casts_nothing_inside(policy)`, if given, says whether the function runs without casts inside.
-    If given, `run_in_fp32(policy, function, *args, **kwargs)` calls the function unless a rule
-    casts the arguments to FP32; where casts are off inside, it always does.  Its `policy` is the
-    active policy if no rule casts this call, else None; None too where casts are off inside, and
-    where no policy applies: none is active, its condition is not met, or `out=` is given.
+    `casts_nothing_inside(policy)` returns whether casts are off while the original runs.
+
+    `run_in_fp32(policy, function, *args, **kwargs)` calls the original.  It is used always if casts
+    are off inside, and otherwise unless the rule casts the arguments to FP32.  It gets the active
+    policy if the rule chose no dtype, and None in all other cases: the rule cast the call, casts
+    are off inside, no policy is active, its condition is False, or the call has `out=`.
     """
     opaque = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, function, is_traced = state.process_policy, original, None
-        if state.has_thread_policies:  # as `state.current()`, without the price of a call
-            if state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
+        policy, function, is_dynamo_traced = state.process_policy, original, None
+        if state.has_thread_policies:  # inlined `state.current_policy()`
+            if (
+                state.threads_in_function_modes
+                and not is_dynamo_compiling()
+                and is_torch_function_mode_enabled()
+            ):
                 return call_handlers(state, patched, original, args, kwargs)
             thread_policy = thread_calls.policy
             if thread_policy is not PROCESS_POLICY:
-                policy, is_traced = thread_policy, is_dynamo_compiling()
-                if is_traced:
+                policy, is_dynamo_traced = thread_policy, is_dynamo_compiling()
+                if is_dynamo_traced:
                     function = opaque
             if observers and not is_dynamo_compiling():
                 function = ObservedCall(original, args, kwargs)
@@ -70,19 +75,20 @@ def replacement(
         elif casts_nothing_inside is not None and casts_nothing_inside(policy):
             if any_has_handler(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
-            if is_dynamo_compiling():  # `opaque` in the graph would run outside of `casts_off`
+            if is_dynamo_compiling():  # in a graph `opaque` would run outside `call_without_casts`
                 function = original
             if run_in_fp32 is not None:
                 function = functools.partial(run_in_fp32, None, function)
             target_dtype = choose(args, kwargs, policy)
-            # Without casts inside: else the functions that it calls would follow their own rows.
-            return state.casts_off(call_cast, target_dtype, function, args, kwargs, policy)
+            # With casts on, the functions that the original calls would follow their own rows.
+            return state.call_without_casts(call_cast, target_dtype, function, args, kwargs, policy)
         else:
             target_dtype = choose(args, kwargs, policy)
         if policy is None or target_dtype is None:
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 cls = type(arg)
-                if not (cls in TENSORS or cls in SCALARS) and any_has_handler(args, kwargs):
+                is_usual = cls in PLAIN_TENSOR_TYPES or cls in NON_TENSOR_TYPES
+                if not is_usual and any_has_handler(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
             if run_in_fp32 is None:
                 return function(*args, **kwargs)
@@ -90,12 +96,12 @@ def replacement(
         if run_in_fp32 is not None and target_dtype is not torch.float32:
             function = functools.partial(run_in_fp32, None, function)
         if _native_call_cast is not None and not (
-            is_dynamo_compiling() if is_traced is None else is_traced
+            is_dynamo_compiling() if is_dynamo_traced is None else is_dynamo_traced
         ):
             result = _native_call_cast(
                 function, args, kwargs, target_dtype, policy.cache, policy.devices
             )
-            if result is not _UNUSUAL:
+            if result is not _NOT_HANDLED:
                 return result
         try:
             cast_args, cast_kwargs = cast_arguments(args, kwargs, target_dtype, policy)

@@ -92,12 +92,12 @@ def facts() -> dict[str, Any]:
     import torch
 
     from ampatch import device_figures
-    from ampatch.config.environment import OF_THE_PROCESS, VARIABLES
+    from ampatch.config.environment import PROCESS_VARIABLES, VARIABLES
     from ampatch.diagnose.tables import content
 
     with_misspelt = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     apex = importlib.util.find_spec("apex")
-    variables = dict.fromkeys((*VARIABLES, *OF_THE_PROCESS, *with_misspelt))
+    variables = dict.fromkeys((*VARIABLES, *PROCESS_VARIABLES, *with_misspelt))
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},
@@ -106,8 +106,8 @@ def facts() -> dict[str, Any]:
         "native_part": native_part(),
         "missing_in_torch": content.missing(),
         "cpu_threads": torch.get_num_threads(),
-        "torch_built_for": device_figures.built_for(),
-        "accelerators": device_figures.described(),
+        "torch_built_for": device_figures.toolkit_versions(),
+        "accelerators": device_figures.describe_accelerators(),
         "apex": f"importable, from {apex.origin or 'a directory without __init__.py'}"
         if apex
         else "not installed",

@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
         finally:
             notes.close()
         if code == 0:
-            notes.say_unused()
+            notes.print_if_unused()
         if code == 0 and not options.debug:  # which says the same
-            notes.say_no_step()
+            notes.print_if_no_step()
         return code
 
     if options.debug:

@@ -127,7 +127,7 @@ def program_of(options: argparse.Namespace) -> Program:
             "the name of the script is empty: an unset variable? Expected SCRIPT, the path of a "
             "Python file, or -m MODULE."
         )
-    line = launchers.line_of(program)
+    line = launchers.launch_command_of(program)
     if line is not None:
         expected = "the script that it starts; ampatch sweep has --nproc-per-node"
         if parser.prog == "ampatch run":
@@ -152,7 +152,7 @@ def apply_settings(options: argparse.Namespace, program: Program) -> None:
     for flag, text in settings_on_command_line(options).items():
         os.environ[f"AMPATCH_{flag[2:].replace('-', '_').upper()}"] = text
     try:
-        children.check(options.auto)
+        children.check_environment(options.auto)
         program.file()
     except (AmpatchError, ImportError, OSError, ValueError) as error:
         options.parser.error(str(error))
@@ -169,7 +169,7 @@ def start(options: argparse.Namespace, program: Program) -> RunNotes:
     if environment.read().get("opt_level") == "O0":
         settings.pop("--opt-level", None)  # a script without `initialize` is in FP32 as it is
     notes = RunNotes(options.parser.prog, program, settings, options.auto)
-    children.start(options.auto, notes.child_started)
+    children.start(options.auto, notes.record_child)
     return notes
 
 
@@ -215,7 +215,7 @@ def run_watched(options: argparse.Namespace, watcher: Callable[[], Any]) -> tupl
         message = "" if steps else reason
     if message:
         print(message, file=sys.stderr)
-    if steps and not ending.exit_code and notes.say_unused():
+    if steps and not ending.exit_code and notes.print_if_unused():
         options.parser.exit(1)
     return ending.exit_code or (0 if steps else 1), steps, watch
 

@@ -1,6 +1,6 @@
 """The environment variables, and how they are read.
 
-These replace arguments of a script:
+These replace arguments that a script passes to `initialize`:
 
 | variable | replaces |
 |---|---|
@@ -8,17 +8,17 @@ These replace arguments of a script:
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
 | `AMPATCH_OVERRIDES` | `overrides`, by a JSON file or JSON text: `{"decoder.*": "float"}` |
-| `AMPATCH_ENABLED` | `enabled`, where it is `0` |
+| `AMPATCH_ENABLED` | `enabled`, if the variable is `0` |
 | `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"growth_interval": 500}` |
 
 These hold for the process:
 
 | variable | means |
 |---|---|
-| `AMPATCH_NATIVE` | `0`: no native part; `1`: a message names the reason where there is none |
+| `AMPATCH_NATIVE` | `0`: no native part; `1`: a message says why it is missing, if it is |
 | `AMPATCH_CACHE` | the folder of built files; otherwise `XDG_CACHE_HOME`, or `~/.cache` |
 
-An empty variable counts as not set.
+An empty variable is treated as not set.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ import torch
 from ..errors import did_you_mean
 from ..log import logger
 from .opt_levels import (
-    ARGUMENTS,
     LEVELS_IN_WORDS,
-    OF_MODELS,
+    MODEL_SETTINGS,
+    SETTING_ARGUMENTS,
     Properties,
+    did_you_mean_level,
     half_dtype,
     level_name,
     loss_scale_value,
-    meant_level,
     properties_for,
 )
 from .overrides import PRECISIONS
 from .overrides import read as read_overrides
-from .validation import word
+from .validation import known_word
 
-OF_THE_PROCESS = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
-OF_TRIALS = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
+PROCESS_VARIABLES = ("AMPATCH_NATIVE", "AMPATCH_CACHE")
+TRIAL_VARIABLES = ("AMPATCH_SEED", "AMPATCH_TRIAL_DIR")  # set by a sweep, for the script
 
 
 def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
     Raises a `ValueError` that names a wrong variable.
     """
-    native(environment)
+    native_setting(environment)
     values = {
         argument: parse(variable, text)
         for variable, (argument, parse) in _READERS.items()
@@ -70,9 +70,9 @@ def read(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return {**values, **settings}
 
 
-def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A message for each variable whose name is nearly one of ours."""
-    known = (*VARIABLES, *OF_THE_PROCESS, *OF_TRIALS)
+def misspelt_messages(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """A message for each variable whose name looks like a misspelt variable of ampatch."""
+    known = (*VARIABLES, *PROCESS_VARIABLES, *TRIAL_VARIABLES)
     others = (name for name in environment if name not in known and name[:1] in "Aa")
     hints = {name: did_you_mean(name.upper(), known, 0.8) for name in others}
     return [
@@ -83,14 +83,14 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a script, some replaced by those of `read`.
+    """The arguments of a script, some replaced by the values that `read` has returned.
 
     If the opt level is replaced, settings that the script chose for its own level
-    (`keep_batchnorm_fp32=True` for O2) might contradict the new one: they are dropped, with a
+    (`keep_batchnorm_fp32=True` for O2) might contradict the new level: they are dropped, with a
     warning.
     """
     level = replacing.get("opt_level", script["opt_level"])
-    reset = dict.fromkeys(OF_MODELS if level != script["opt_level"] else ())
+    reset = dict.fromkeys(MODEL_SETTINGS if level != script["opt_level"] else ())
     dropped = [name for name in reset if script[name] is not None]
     if dropped:
         logger.warning(
@@ -103,12 +103,12 @@ def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dic
     return {**script, **reset, **replacing}
 
 
-def effects(
+def replaced_values(
     script: dict[str, Any], replacing: dict[str, Any], active: Properties
 ) -> dict[str, tuple[Any, Any]]:
     """`(the script's value, the active one)` by name, for replaced arguments that differ.
 
-    A default is compared as the value that it stands for: `loss_scale=None` at O1 is "dynamic".
+    None is compared as the value that it stands for: `loss_scale=None` at O1 is "dynamic".
     """
     before = dict(script)
     settings = {name: script[name] for name in script if name != "overrides"}
@@ -118,14 +118,14 @@ def effects(
     return {name: (before[name], after[name]) for name in replacing if before[name] != after[name]}
 
 
-def native(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether `AMPATCH_NATIVE` asks for the native part; None if it is not set."""
+def native_setting(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """`AMPATCH_NATIVE` as a bool, or None if it is not set."""
     text = environment.get("AMPATCH_NATIVE", "")
     return _truth("AMPATCH_NATIVE", text) if text.strip() else None
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
-    """Where ampatch keeps what it builds; the folder may not exist."""
+    """The folder for files that ampatch builds; it may not exist."""
     chosen = environment.get("AMPATCH_CACHE", "")
     default = environment.get("XDG_CACHE_HOME", "") or os.path.join("~", ".cache")
     return os.path.join(os.path.abspath(os.path.expanduser(chosen or default)), "ampatch")
@@ -133,7 +133,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, LEVELS_IN_WORDS, meant_level(text.strip()))
+    return _checked(name, text, level_name, LEVELS_IN_WORDS, did_you_mean_level(text.strip()))
 
 
 def dtype(name: str, text: str) -> torch.dtype:
@@ -150,10 +150,10 @@ def loss_scale(name: str, text: str) -> str | float:
 
 
 def overrides(name: str, text: str) -> dict[str, str]:
-    """The overrides in the JSON file, or the JSON text, that `name` gives."""
+    """The overrides in the JSON file or JSON text that is the text of `name`."""
     globs = read_overrides(f"{name}={text}", text)
     for glob, precision in globs.items():
-        word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
+        known_word(f"{name}={text}: {glob!r}", precision, PRECISIONS)
     return globs
 
 
@@ -172,7 +172,7 @@ def _settings(name: str, text: str) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{name}={text}: not understood. Expected a JSON object.")
-    known = [*ARGUMENTS, "overrides"]
+    known = [*SETTING_ARGUMENTS, "overrides"]
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(
             f"{name}: {', '.join(unknown)}: no such setting. Expected names among "

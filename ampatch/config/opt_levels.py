@@ -1,7 +1,7 @@
-"""What the opt levels mean.
+"""The opt levels: their default settings, and the user's settings checked against them.
 
-An opt level is a frozen `Properties`.  The user's other settings are checked here, once, and give
-another frozen `Properties`, so code that reads one checks nothing again.
+An opt level is a frozen `Properties`.  With the user's other settings, which are checked here, it
+gives another frozen `Properties`, so code that reads it need not check again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from ..errors import did_you_mean
 from ..log import ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
-from .scale_settings import SETTINGS, ScaleSettings, invertible
-from .validation import positive_number, truth_value, whole_number, word
+from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
+from .validation import known_word, positive_number, truth_value, whole_number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -38,8 +38,9 @@ _DTYPE_NAMES = {
 class Properties:
     """The precision settings of one training, complete and checked.
 
-    `cast_model_type` is the dtype of the model's weights and inputs (None: left alone), `dtype` the
-    half dtype, `loss_scale` `"dynamic"` or a positive float, the scale limits positive floats.
+    `cast_model_type` is the dtype of the model's weights and inputs (None: they are not cast),
+    `dtype` the half dtype, `loss_scale` `"dynamic"` or a positive float.  The limits of the scale
+    are positive floats.
     """
 
     opt_level: str
@@ -63,11 +64,11 @@ class Properties:
     allow_banned: bool = True
     patch_scope: str = "model"
 
-    def in_lines(self) -> str:
-        """The level's settings, and others that are not the default, a line for each."""
+    def format_settings(self) -> str:
+        """A line for each setting of the opt level, and for others that are not the default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        of_level = ("opt_level", "dtype", *OF_LEVELS)
-        values = {name: value for name, value in vars(self).items() if name in of_level}
+        level_names = ("opt_level", "dtype", *LEVEL_SETTINGS)
+        values = {name: value for name, value in vars(self).items() if name in level_names}
         values |= {name: value for name, value in vars(self).items() if value != defaults[name]}
         return "".join(f"\n  {name:<21} {value}" for name, value in values.items())
 
@@ -85,7 +86,7 @@ class Properties:
     def keeps_norms(self) -> bool:
         """Whether BatchNorm computes with FP32 weights in a half model.
 
-        At O2 its statistics are FP32, and its kernels want weights of the same dtype.
+        At O2 its statistics are FP32, and its kernels need weights of the same dtype.
         """
         half = self.cast_model_type in HALF_DTYPES
         return half and (self.uses_half_copies or bool(self.keep_batchnorm_fp32))
@@ -93,10 +94,10 @@ class Properties:
     @property
     def scale_settings(self) -> ScaleSettings:
         """The settings of a dynamic loss scale."""
-        return ScaleSettings(**{name: getattr(self, name) for name in SETTINGS})
+        return ScaleSettings(**{name: getattr(self, name) for name in SCALE_SETTING_NAMES})
 
 
-def level(name: str, dtype: torch.dtype) -> Properties:
+def level_defaults(name: str, dtype: torch.dtype) -> Properties:
     """The defaults of opt level `name` ("O0" to "O3") for the half dtype `dtype`."""
     scale: str | float = "dynamic" if dtype is torch.float16 else 1.0
     return {
@@ -118,19 +119,24 @@ def level(name: str, dtype: torch.dtype) -> Properties:
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
-# The names that ROCm's apex has for O1 and O2 in bfloat16.
+# The names of O1 and O2 in bfloat16 in ROCm's apex.
 _BFLOAT16_LEVELS = {"O4": "O1", "O5": "O2"}
 LEVELS_IN_WORDS = (
     "O0, O1, O2 or O3, or O4 and O5, which are O1 and O2 in bfloat16 (the letter O, not the digit "
     "zero)"
 )
 
-# What an opt level decides unless an argument does; None means "as the level has it".
-OF_MODELS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
-OF_LEVELS = (*OF_MODELS, "loss_scale")
+# Settings that the opt level decides; an argument of None leaves them to the level.
+MODEL_SETTINGS = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+)
+LEVEL_SETTINGS = (*MODEL_SETTINGS, "loss_scale")
 
 # The other arguments of `initialize` that are settings.
-ARGUMENTS = tuple(
+SETTING_ARGUMENTS = tuple(
     field.name
     for field in dataclasses.fields(Properties)
     if field.name not in ("opt_level", "dtype")
@@ -140,21 +146,21 @@ ARGUMENTS = tuple(
 def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) -> Properties:
     """The checked `Properties` for an opt level and the user's other settings.
 
-    A setting None means "as the level has it" for those in `OF_LEVELS`, and the default for those
-    of a dynamic loss scale.  Raises `TypeError` or `ValueError` naming the argument.
+    None leaves a setting of `LEVEL_SETTINGS` to the opt level, and a setting of the dynamic loss
+    scale at its default.  Raises `TypeError` or `ValueError` naming the argument.
     """
     name, half = level_name(opt_level), half_dtype(dtype)
     if name in _BFLOAT16_LEVELS:
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
-    defaults = level(name, half)
-    scale = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+    defaults = level_defaults(name, half)
+    scale = {key: settings[key] for key in SCALE_SETTING_NAMES if settings.get(key) is not None}
     checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
-        key: _CHECKS[key](_user_call(key, value), value)
+        key: _VALIDATORS[key](_user_call(key, value), value)
         for key, value in settings.items()
-        if not (key in SETTINGS or (value is None and key in OF_LEVELS))
+        if not (key in SCALE_SETTING_NAMES or (value is None and key in LEVEL_SETTINGS))
     }
     properties = dataclasses.replace(defaults, **checked)
-    _check_together(properties, settings)
+    _refuse_contradictions(properties, settings)
     return properties
 
 
@@ -168,13 +174,13 @@ def level_name(value: Any) -> str:
     if value not in (*LEVELS, *_BFLOAT16_LEVELS):
         raise ValueError(
             f"ampatch.initialize(opt_level={value!r}): unknown opt level {value!r}. "
-            f"Expected {LEVELS_IN_WORDS}.{meant_level(value)}"
+            f"Expected {LEVELS_IN_WORDS}.{did_you_mean_level(value)}"
         )
     return str(value)
 
 
-def meant_level(value: Any) -> str:
-    """`' Did you mean "O1"?'` for o1 and 01, else ''."""
+def did_you_mean_level(value: Any) -> str:
+    """Returns `' Did you mean "O1"?'` for o1 and 01, and '' for values that are no near miss."""
     text = str(value)
     meant = text.upper().replace("0", "O", text.startswith("0"))
     return f' Did you mean "{meant}"?' if meant in (*LEVELS, *_BFLOAT16_LEVELS) else ""
@@ -202,7 +208,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
 def half_dtype(value: Any) -> torch.dtype:
     """`torch.float16` or `torch.bfloat16` from a dtype or its name."""
     user_call = _user_call("dtype", value)
-    dtype = _float_dtype(user_call, value)
+    dtype = _supported_dtype(user_call, value)
     if dtype not in HALF_DTYPES:
         raise ValueError(
             f"{user_call}: dtype is the half dtype. "
@@ -219,8 +225,8 @@ def loss_scale_value(what: str, value: Any) -> str | float:
     return invertible(positive_number(what, value, expected, or_text=True))
 
 
-def _float_dtype(user_call: str, value: Any) -> torch.dtype:
-    """A floating dtype of 32 bits or fewer from a dtype or its name."""
+def _supported_dtype(user_call: str, value: Any) -> torch.dtype:
+    """float16, bfloat16 or float32, from the dtype or its name."""
     dtype = value
     if isinstance(value, str):
         dtype = _DTYPE_NAMES.get(value.removeprefix("torch.").lower(), value)
@@ -234,13 +240,13 @@ def _float_dtype(user_call: str, value: Any) -> torch.dtype:
 
 
 def _model_type(user_call: str, value: Any) -> torch.dtype | None:
-    """A floating dtype; None for False, apex's word for a model that is not cast."""
-    return None if value is False else _float_dtype(user_call, value)
+    """A supported dtype; None for False, which in apex means that the model is not cast."""
+    return None if value is False else _supported_dtype(user_call, value)
 
 
 _count = functools.partial(whole_number, least=1)
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
     "enabled": truth_value,
     "cast_model_type": _model_type,
     "patch_torch_functions": truth_value,
@@ -248,21 +254,21 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "master_weights": truth_value,
     "loss_scale": loss_scale_value,
     "cast_model_outputs": lambda user_call, value: (
-        value if value is None else _float_dtype(user_call, value)
+        value if value is None else _supported_dtype(user_call, value)
     ),
     "num_losses": _count,
     "verbosity": functools.partial(whole_number, least=0),
     "max_consecutive_skips": _count,
     "allow_banned": truth_value,
     "patch_scope": functools.partial(
-        word,
+        known_word,
         known=("process", "model"),
         expected='"model" (only inside managed models) or "process" (cast every call)',
     ),
 }
 
 
-def _check_together(properties: Properties, settings: dict[str, Any]) -> None:
+def _refuse_contradictions(properties: Properties, settings: dict[str, Any]) -> None:
     """Raise `ValueError` for settings that contradict each other."""
     user_call = f"ampatch.initialize(opt_level={properties.opt_level!r}"
 

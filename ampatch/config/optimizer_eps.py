@@ -1,8 +1,8 @@
 """The eps of Adam and similar optimizers with half weights: in float16 torch's default is 0.
 
-They divide by sqrt(v) + eps in the dtype of the weights.  float16's smallest number is 2^-24, so
-1e-8 is 0 there, and so is the v of a first step, 0.001 g^2, for |g| below sqrt(2^-25 / 0.001) =
-5.5e-3: g is divided by 0.
+These optimizers divide by sqrt(v) + eps in the dtype of the weights.  float16's smallest number is
+2^-24, so the default 1e-8 is 0.  The v of a first step is 0.001 g^2, which is 0 too for |g| below
+sqrt(2^-25 / 0.001) = 5.5e-3.  Then g is divided by 0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from .opt_levels import HALF_DTYPES
 
 HALF_EPS = 1e-3
-"""The eps for half weights: the largest gradient whose v is lost then moves its weight by 5.5 times
-the learning rate.  With 1e-4 it is 55 times (docs/accuracy.md has a training where it shows).
+"""The eps for half weights: the largest gradient whose v is 0 then moves its weight by 5.5 times
+the learning rate.  With 1e-4 it is 55 times (docs/accuracy.md has a training that shows it).
 """
 
 

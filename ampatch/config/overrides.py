@@ -1,7 +1,7 @@
 """`overrides={"decoder.*": "float", nn.Softmax: "float", torch.bmm: "half"}`, parsed and checked.
 
-Modules are named by a glob over their path or by their class, functions by themselves.  A JSON
-file, as `ampatch tune` writes it, or JSON text has globs alone: `{"decoder.*": "float"}`.
+A key is a glob over module paths, a module class, or a function.  A JSON file, as `ampatch tune`
+writes it, or JSON text has only globs: `{"decoder.*": "float"}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import type_name
-from .validation import word
+from .validation import known_word
 
 PRECISIONS = ("float", "half")
 
@@ -24,16 +24,16 @@ ModuleKey = str | type[nn.Module]  # a glob over module paths, or a class
 
 
 class Overrides(NamedTuple):
-    """The user's rules: for modules in their order, and for functions."""
+    """The user's overrides: of modules, in the user's order, and of functions."""
 
     modules: list[tuple[ModuleKey, str]]
     functions: dict[Callable, str]
 
 
 def parse(overrides: Any) -> Overrides:
-    """The overrides from the argument of `initialize`; None holds none.
+    """The overrides from the argument of `initialize`; for None there are none.
 
-    Raises `TypeError` or `ValueError` for a key or a precision that means nothing.
+    Raises `TypeError` or `ValueError` for a key or a precision that is not supported.
     """
     parsed = Overrides([], {})
     if overrides is None:
@@ -46,7 +46,9 @@ def parse(overrides: Any) -> Overrides:
             f'{{"decoder.*": "float"}}, or a JSON file with one, got {type_name(overrides)}.'
         )
     for key, precision in overrides.items():
-        word(f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS)
+        known_word(
+            f"ampatch.initialize(overrides={{{key!r}: {precision!r}}})", precision, PRECISIONS
+        )
         if isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module)):
             parsed.modules.append((key, precision))
         elif callable(key) and not isinstance(key, (type, nn.Module)):
@@ -60,8 +62,8 @@ def parse(overrides: Any) -> Overrides:
     return parsed
 
 
-def named(glob: str, paths: Collection[str]) -> set[str]:
-    """The `paths` that a glob names: the glob itself where it is a path, else all that match.
+def matching_paths(glob: str, paths: Collection[str]) -> set[str]:
+    """The `paths` that a glob names: the glob itself if it is a path, otherwise all that match.
 
     So `heads[0]` names the module of that path, though it is a glob for `heads0`.
     """

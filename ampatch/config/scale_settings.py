@@ -1,4 +1,4 @@
-"""The settings of a dynamic loss scale, and the only place of their defaults."""
+"""The settings of a dynamic loss scale.  Only this file has their defaults."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from ..errors import did_you_mean
 from .validation import positive_number, whole_number
 
-# Between these two a scale and its reciprocal are normal FP32 numbers.
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+# In this range a scale and its reciprocal are normal FP32 numbers.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleSettings:
     """Start, growth, backoff and limits, with `torch.amp.GradScaler`'s meaning and defaults.
 
-    The constructor brings the limits into the range that FP32 can invert, and checks nothing else.
-    `changed` checks the rest.
+    The constructor only brings the limits into the range that FP32 can invert.  `changed` checks
+    all settings.
     """
 
     init_scale: float = 2.0**16
@@ -31,7 +31,9 @@ class ScaleSettings:
 
     def __post_init__(self) -> None:
         for name in ("min_loss_scale", "max_loss_scale"):
-            object.__setattr__(self, name, min(max(getattr(self, name), SMALLEST), LARGEST))
+            object.__setattr__(
+                self, name, min(max(getattr(self, name), SMALLEST_SCALE), LARGEST_SCALE)
+            )
 
     def bounded(self, value: float) -> float:
         """`value`, brought within the limits.  `ValueError` unless it is positive and finite."""
@@ -48,8 +50,11 @@ class ScaleSettings:
         checked: dict[str, Any] = {}
         for name, value in changes.items():
             what_setting = f"{what}: {name}={value!r}"
-            if name not in SETTINGS:
-                hint = did_you_mean(name, SETTINGS) or f" Known are: {', '.join(SETTINGS)}."
+            if name not in SCALE_SETTING_NAMES:
+                hint = (
+                    did_you_mean(name, SCALE_SETTING_NAMES)
+                    or f" Known are: {', '.join(SCALE_SETTING_NAMES)}."
+                )
                 raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
             if name == "growth_interval":
                 checked[name] = whole_number(what_setting, value, least=1)
@@ -72,15 +77,15 @@ class ScaleSettings:
         return new
 
 
-SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleSettings))
+SCALE_SETTING_NAMES = tuple(field.name for field in dataclasses.fields(ScaleSettings))
 
 
 def invertible(value: float) -> float:
     """`value` as a static loss scale.  Raises `ValueError` unless FP32 holds it and its inverse."""
     number = float(value)
-    if not SMALLEST <= number <= LARGEST:
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
-            f"loss_scale={value!r}: expected a number from {SMALLEST:g} to {LARGEST:g} for a "
-            "static scale, which FP32 can invert."
+            f"loss_scale={value!r}: expected a number from {SMALLEST_SCALE:g} to "
+            f"{LARGEST_SCALE:g} for a static scale, which FP32 can invert."
         )
     return number

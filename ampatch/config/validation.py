@@ -1,8 +1,8 @@
 """Checks of single values from the user: numbers, truth values, words.
 
-Each check takes `what`, which names the call or setting with its value
-(`"ampatch.initialize(num_losses=0)"`), and begins the message of its error with it.
-A wrong type is a `TypeError`, a wrong value a `ValueError`.
+Each check takes `what`, the call or setting with its value (`"ampatch.initialize(num_losses=0)"`):
+its error message begins with this text.  A wrong type is a `TypeError`, a wrong value a
+`ValueError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import did_you_mean, type_name
 def positive_number(
     what: str, value: Any, expected: str = "a positive number", *, or_text: bool = False
 ) -> float:
-    """A positive finite float.  With `or_text` a string that holds one counts as well."""
+    """A positive finite float.  With `or_text` a string of such a number is accepted too."""
     if isinstance(value, bool) or (isinstance(value, str) and not or_text):
         raise TypeError(f"{what}: expected {expected}, got {type_name(value)}.")
     try:
@@ -32,7 +32,7 @@ def positive_number(
 
 
 def whole_number(what: str, value: Any, *, least: int | None = None) -> int:
-    """An int, of at least `least`.  A float is refused, also one without a fraction."""
+    """An int of at least `least`.  Floats are refused, even without a fraction."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{what}: expected a whole number, got {type_name(value)}.")
     number = int(value)
@@ -42,7 +42,7 @@ def whole_number(what: str, value: Any, *, least: int | None = None) -> int:
 
 
 def truth_value(what: str, value: Any) -> bool:
-    """A bool; the strings "True" and "False" count as well."""
+    """A bool; the strings "True" and "False" are accepted too."""
     if isinstance(value, str) and value in ("True", "False"):
         return value == "True"
     if not isinstance(value, bool):
@@ -53,7 +53,7 @@ def truth_value(what: str, value: Any) -> bool:
     return value
 
 
-def word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
+def known_word(what: str, value: Any, known: Sequence[str], expected: str | None = None) -> str:
     """One of the `known` words.  `expected` describes them in the error."""
     if value not in known:
         listed = " or ".join(f'"{name}"' for name in known)

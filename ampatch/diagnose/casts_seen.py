@@ -116,12 +116,12 @@ class CastWatch:
             bounce.times += 1
             bounce.bytes += size
 
-    def copies_made(self, halves: Sequence[Tensor]) -> None:
-        if len(halves) == 1:
-            self._thread.new_weight_copies.extend(halves)
+    def copies_made(self, half_copies: Sequence[Tensor]) -> None:
+        if len(half_copies) == 1:
+            self._thread.new_weight_copies.extend(half_copies)
             return
         self.batches.batches += 1
-        for half in halves:
+        for half in half_copies:
             self.batches.weights += 1
             self.batches.bytes += half.nbytes
 

@@ -112,7 +112,7 @@ class OriginTracker(dispatch_modes.TorchDispatchMode):
         self._is_active = False
         self._call_sites.clear()  # call sites hold modules
         self._origins = ByStorage()
-        dispatch_modes.take_out(self)  # in another thread the mode stays and does nothing
+        dispatch_modes.exit_mode(self)  # in another thread the mode stays and does nothing
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The origin of the non-finite values in a tensor, or None if no operator was seen."""

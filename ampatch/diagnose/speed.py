@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import ampatch
-from ampatch.device_figures import wait_for
-from ampatch.torch_private.devices import device_types, is_owned_by_host
+from ampatch.device_figures import synchronize
+from ampatch.torch_private.devices import can_read_without_sync, device_types
 
 from .tensors import dtype_name
 
@@ -176,7 +176,7 @@ def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
     small, large = (256, 4, 64), (4096, 128, 64)
-    side, batch, channels = small if is_owned_by_host(torch.device(device)) else large
+    side, batch, channels = small if can_read_without_sync(torch.device(device)) else large
     matmul = leaf(side, side), leaf(side, side)
     conv = leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)
     return {
@@ -197,6 +197,6 @@ def _shortest_time(run: Callable[[], Any], device: str, calls: int) -> float:
     for _ in range(calls):
         start = time.perf_counter()
         run()
-        wait_for(torch.device(device))
+        synchronize(torch.device(device))
         best = min(best, time.perf_counter() - start)
     return best

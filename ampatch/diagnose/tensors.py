@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampatch.session.facade import tensors_within
-from ampatch.torch_private.tensors import memory_of
+from ampatch.torch_private.tensors import storage_id
 
 T = TypeVar("T")
 
@@ -50,11 +50,11 @@ class ByStorage(Generic[T]):
             self._entries = {k: v for k, v in self._entries.items() if not v[0].expired()}
             self._prune_at = max(PRUNE_ABOVE, 2 * len(self._entries))
         storage = values(tensor).untyped_storage()
-        self._entries[memory_of(storage)] = (StorageWeakRef(storage), value)
+        self._entries[storage_id(storage)] = (StorageWeakRef(storage), value)
 
 
 def storage_key(tensor: Tensor) -> int:
-    return memory_of(values(tensor).untyped_storage())
+    return storage_id(values(tensor).untyped_storage())
 
 
 def values(tensor: Tensor) -> Tensor:

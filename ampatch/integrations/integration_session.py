@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ampatch
 
-from ..config.opt_levels import ARGUMENTS, HALF_DTYPES, properties_for
+from ..config.opt_levels import HALF_DTYPES, SETTING_ARGUMENTS, properties_for
 from ..config.overrides import parse
 from ..errors import did_you_mean
 from ..log import logger
@@ -45,7 +45,7 @@ def check_settings(
     properties_for(
         settings["opt_level"],
         settings.get("dtype", torch.float16),
-        **{name: value for name, value in settings.items() if name in ARGUMENTS},
+        **{name: value for name, value in settings.items() if name in SETTING_ARGUMENTS},
     )
     parse(settings.get("overrides"))
     return settings
@@ -85,10 +85,10 @@ class IntegrationSession:
             if optimizer.param_groups:
                 ampatch.add_optimizers(optimizer)
 
-    def looks_for_overflow(self) -> bool:
+    def checks_for_overflow(self) -> bool:
         """Whether a loss scale is dynamic."""
         session = self.session
-        return session is not None and session.looks_for_overflow()
+        return session is not None and session.checks_for_overflow()
 
     def scaled(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """`ampatch.scale_loss` for all optimizers; only those whose gradients overflow skip."""

@@ -1,1 +1,1 @@
-"""torch's own tools that have to know of casts, half copies and skipped steps: a file for each."""
+"""Patches of torch's tools that have to respect casts, half copies and skipped steps."""

@@ -1,8 +1,8 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
-* A pass that asks for gradients of single weights (`inputs=`) runs through all layers whose weights
-  share a cast node with these.  From the next forward on, each weight of that model has its own
-  cast node.
+* A pass that computes gradients of some weights only (`inputs=`) also runs through other layers
+  whose weights share a cast node with them.  From the next forward on, each weight of that model
+  has its own cast node.
 * A pass in a `scale_loss` block is checked: its gradients must be scaled.
 """
 
@@ -21,18 +21,18 @@ from ..casting.patches import Patch
 from ..torch_private.probes import has_compiled_backward
 
 
-def replacements(
+def patches(
     record_wanted_grads: Callable[[list[Tensor]], bool],
-    pass_begins: Callable[[Any], Callable[[], None] | None],
+    start_pass_check: Callable[[Any], Callable[[], None] | None],
 ) -> list[Patch]:
-    """The replacements.
+    """The patches of `torch.autograd.grad` and `torch.autograd.backward`.
 
-    `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass asks for.  It
+    `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass computes.  It
     returns whether existing graphs may cast them in one node with other weights.  Then the pass
     also runs through the layers of these other weights.  Under torch.autocast it would not, and
-    would leave their buffers alone, so here it retains the graph.
-    `pass_begins(tensors)` is called before a pass from these that adds to gradients.  It returns a
-    function to call after the pass, or None.
+    would not free their saved tensors, so the patched function retains the graph.
+    `start_pass_check(tensors)` is called before a pass from these tensors that adds to gradients.
+    It returns a function to call after the pass, or None.
     """
 
     def retain_for(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
@@ -73,7 +73,7 @@ def replacements(
                 if inputs is not None:
                     tensors, inputs = _as_tuple(tensors), _as_tuple(inputs)
                     retain_graph = retain_for(tensors, inputs, retain_graph)
-                after_pass = pass_begins(tensors)
+                after_pass = start_pass_check(tensors)
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             if after_pass is not None:
                 after_pass()
@@ -84,19 +84,19 @@ def replacements(
 
 
 def _as_tuple(tensors: Any) -> Any:
-    """The tuple of an iterator, such as `model.parameters()`, which can be read only once."""
+    """A tuple for an iterator such as `model.parameters()`, which can be read only once."""
     return tuple(tensors) if isinstance(tensors, Iterator) else tensors
 
 
 def _items(tensors: Any) -> Iterable[Any]:
-    """The outputs or inputs of a pass, one by one; torch refuses wrong ones."""
+    """The outputs or inputs of a pass, one by one; torch raises errors for invalid ones."""
     if isinstance(tensors, (Tensor, GradientEdge)) or not isinstance(tensors, Iterable):
         return [tensors]
     return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
 def _differentiated(item: Any) -> Any:
-    """The tensor whose gradient is asked for; for an edge to a leaf's accumulator, the leaf."""
+    """The tensor whose gradient is computed; for an edge to a leaf's accumulator, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 
 

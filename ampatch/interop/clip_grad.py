@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` gets unscaled gradients; `model.zero_grad()` forgets an overflow."""
+"""`clip_grad_norm_` unscales gradients first; `model.zero_grad()` resets a recorded overflow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..casting.patches import Patch
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def replacements(
+def patches(
     unscale: Callable[[list[Tensor], bool], None],
     on_zeroed: Callable[[set[int]], None],
 ) -> list[Patch]:
-    """The replacements.
+    """The patches of the clipping functions and of `nn.Module.zero_grad`.
 
-    `unscale(tensors, by_norm)` unscales the gradients of these tensors that `delay_unscale` left
-    scaled; `by_norm`: they are clipped by one norm.
+    `unscale(tensors, by_norm)` unscales gradients of these tensors that `delay_unscale` left
+    scaled; `by_norm`: one norm of all gradients clips them.
     `on_zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 

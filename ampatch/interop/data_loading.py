@@ -1,4 +1,4 @@
-"""A DataLoader prepares data without casts, in this process and in its workers."""
+"""Runs a DataLoader's preparation of data without casts, in this process and in its workers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 from ..casting.calls import CastState
 from ..casting.patches import Patch
-from ..torch_private.data_loading import PREPARING
+from ..torch_private.data_loading import DATA_PREPARATION_FUNCTIONS
 
 
-def replacements(state: CastState) -> list[Patch]:
-    """The replacements.  A managed model that a dataset calls still casts."""
-    return [(owner, name, lambda fn: _casts_off(fn, state)) for owner, name in PREPARING]
+def patches(state: CastState) -> list[Patch]:
+    """The patches of functions that prepare data.  Managed models that they call still cast."""
+    return [
+        (owner, name, lambda fn: _without_casts(fn, state))
+        for owner, name in DATA_PREPARATION_FUNCTIONS
+    ]
 
 
-def _casts_off(original: Callable, state: CastState) -> Callable:
+def _without_casts(original: Callable, state: CastState) -> Callable:
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        return state.casts_off(original, *args, **kwargs)
+        return state.call_without_casts(original, *args, **kwargs)
 
     return prepare

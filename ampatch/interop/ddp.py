@@ -3,8 +3,8 @@
 `join()` is refused under a dynamic loss scale.
 
 A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor by the rank's
-local tensor, and rebuilds the DTensor in every forward.  It knows the local tensors by an
-attribute, which half copies lack.
+local tensor, and rebuilds the DTensor in every forward.  It finds the local tensors by an attribute
+that half copies do not have.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HasHalfCopy = Callable[[Tensor], bool]
 """Whether forwards of a managed model have a half copy of this weight."""
 
 
-def at_wrapping(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
-    """The replacements for ranks that wrap a model."""
+def init_patches(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
+    """The patch of `DistributedDataParallel.__init__`: ranks that wrap a model are compared."""
     if not torch.distributed.is_available():
         return []
 
@@ -60,14 +60,14 @@ def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfC
         if is_dtensor(parameter) and has_half_copy(parameter):
             raise AmpatchError(
                 f"DistributedDataParallel({type(module).__name__}, device_mesh=...): {name} is a "
-                "DTensor, of which forwards at O2 have half copies. DDP would not use these. "
+                "DTensor. Forwards at O2 use half copies of DTensors, and DDP would not use these. "
                 'Nothing was changed. Expected opt_level="O1". Tensor and data parallel at O2: '
                 "DTensors on a mesh of two dimensions, as in docs/distributed/tensor_parallel.md."
             )
 
 
-def at_join(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
-    """The replacements for ranks with uneven inputs."""
+def join_patches(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
+    """The patch of `DistributedDataParallel.join_hook`: uneven inputs may be refused."""
     if not torch.distributed.is_available():
         return []
 

@@ -1,9 +1,9 @@
-"""Keep torch.compile from compiling ampatch's functions as frames of their own.
+"""Keep torch.compile from compiling ampatch's functions separately.
 
-When Dynamo compiles a managed model, it would compile each function of ours that the model's
+When Dynamo compiles a managed model, it would compile each function of ampatch that the model's
 forward calls.  All managed models share the code objects of these functions, which would soon reach
-the recompile limit: an error under `fullgraph=True`.  So the functions are marked to be skipped,
-and run eagerly there.  They are still traced if a compiled function calls the model.
+the recompile limit: an error under `fullgraph=True`.  So Dynamo is told to skip these functions,
+and they run eagerly.  They are still traced if a compiled function calls the model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..torch_private import dynamo
 _ROOMS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED_MODULES = {
     "interop": "backward_passes",
-    "casting": "arguments autocast_interop dynamo_tables rules special_ops user_functions wrapper",
-    "models": "lookups",
+    "casting": "arguments autocast_interop dynamo_patches rules special_ops user_functions wrapper",
+    "models": "embeddings",
 }
-"""Modules with functions that replace those in compiled scripts, or that these call: not marked."""
+"""Modules that are not skipped: compiled code calls their functions in place of torch's."""
 
 
 def run_eagerly() -> None:
-    """Mark every function of the rooms as soon as Dynamo is imported.
+    """Have Dynamo skip every function of these rooms, as soon as Dynamo is imported.
 
-    To be called when all modules of the rooms are imported, since Dynamo may be imported already.
+    Call it after all modules of the rooms are imported, because Dynamo may be imported already.
     """
     dynamo.run_eagerly(lambda: chain.from_iterable(map(_code_objects, _modules())))
 

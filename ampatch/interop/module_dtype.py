@@ -1,9 +1,10 @@
-"""`model.half()`, `.to(dtype)` of a managed model: refused before anything changes.
+"""Refuses `model.half()` and `model.to(dtype)` of a managed model, before anything changes.
 
 `.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
 Calls that change no dtype work (`.to(device)`, `.to(weight.dtype)`, a memory format), except moves
-for which torch makes new parameters: the optimizer would not have these.  All calls work on
-submodules added since, such as adapters of peft, unless an optimizer has their parameters.
+for which torch makes new parameters, which the optimizer would not have.  All calls work on
+submodules that were added after `initialize`, such as adapters of peft, unless an optimizer has
+their parameters.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ IsReliedOn = Callable[[Tensor], bool]
 """Whether a session or an optimizer relies on a parameter or a buffer."""
 
 
-def replacements(
+def patches(
     model_of: Callable[[nn.Module], nn.Module | None], is_relied_on: IsReliedOn
 ) -> list[Patch]:
-    """The replacements.
+    """The patches of `nn.Module.float` and of the method behind `.half()`, `.to()` and the like.
 
-    `model_of(module)` gives a managed model that shares tensors with a module, or None.
+    `model_of(module)` returns a managed model that shares tensors with `module`, or None.
     """
     if not hasattr(nn.Module, APPLY):
         return []
 
     def make(original: Callable) -> Callable:
-        running = False  # in a call of an enclosing module
+        running = False  # True in the calls for submodules
 
         @functools.wraps(original)
         def _apply(self: nn.Module, fn: Apply, *args: Any, **kwargs: Any) -> nn.Module:
@@ -82,7 +83,7 @@ def _tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str,
 def _refuse_other_tensor(
     module: nn.Module, name: str, tensor: Tensor, fn: Apply, model: nn.Module
 ) -> None:
-    """Raise `AmpatchError` where `fn` changes a dtype, or torch would make a new parameter."""
+    """Raise `AmpatchError` if `fn` changes the dtype, or torch would make a new parameter."""
     detached = tensor.detach()
     with torch.no_grad():
         changed = fn(detached.new_empty(0))

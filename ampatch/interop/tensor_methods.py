@@ -1,10 +1,10 @@
-"""State dicts, copies and pickles have parameters, and writes through `.data` are noticed.
+"""Saves and copies parameters instead of half copies, and notices writes through `.data`.
 
 * A state dict, copy or pickle may be made while a forward of an O2 model runs, in this thread (a
-  momentum encoder at its first forward) or in another.  It has the weights, not the half copies in
-  their slots.
-* A write through `tensor.data` does not change the tensor's version.  So after an access a weight
-  is cast again, and the values of a half copy are compared when its forward ends.
+  momentum encoder at its first forward) or in another thread.  It has the weights, not the half
+  copies in their slots.
+* A write through `tensor.data` does not bump the tensor's version.  So after an access to `.data` a
+  weight is cast again, and the values of a half copy are compared when its forward ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..config.opt_levels import HALF_DTYPES
 from ..models.half_copy_swaps import parameter_of_copy
 
 
-def data(listener: Callable[[Tensor], None]) -> list[Patch]:
-    """The replacements: `listener(tensor)` is called before `.data` is read or set.
+def data_patches(listener: Callable[[Tensor], None]) -> list[Patch]:
+    """The patch of `Tensor.data`: `listener(tensor)` is called before `.data` is read or set.
 
-    `Tensor` gets a property of its own, which hides the inherited one.
+    `Tensor` gets its own property, which hides the inherited property.
     """
 
     def make(original: Any) -> property:
@@ -38,15 +38,15 @@ def data(listener: Callable[[Tensor], None]) -> list[Patch]:
             original.__set__(tensor, data)
 
         def delete(tensor: Tensor) -> None:
-            original.__delete__(tensor)  # torch's error
+            original.__delete__(tensor)  # raises torch's error
 
         return property(get, set, delete, doc=Tensor.data.__doc__)
 
     return [(Tensor, "data", make)]
 
 
-def copies() -> list[Patch]:
-    """The replacements: copies and pickles of a half copy are those of its weight."""
+def copy_patches() -> list[Patch]:
+    """The patches of deep copies and pickles: a half copy is copied and pickled as its weight."""
 
     def deepcopy(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -69,8 +69,8 @@ def copies() -> list[Patch]:
     return [(Tensor, "__deepcopy__", deepcopy), (Tensor, "__reduce_ex__", reduce)]
 
 
-def loading(after: Callable[[nn.Module], None]) -> list[Patch]:
-    """The replacements: `after(module)` is called when a module has loaded a state dict."""
+def load_state_dict_patches(after: Callable[[nn.Module], None]) -> list[Patch]:
+    """The patch of `load_state_dict`: `after(module)` is called when a module has loaded one."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -84,15 +84,15 @@ def loading(after: Callable[[nn.Module], None]) -> list[Patch]:
     return [(nn.Module, "load_state_dict", make)]
 
 
-def saving() -> list[Patch]:
-    """The replacements: state dicts have parameters."""
+def state_dict_patches() -> list[Patch]:
+    """The patch of `state_dict`: it has parameters, not half copies."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            state = original(self, *args, **kwargs)  # it calls this for each submodule
+            state = original(self, *args, **kwargs)  # calls `state_dict` of each submodule
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-            is_scripted = isinstance(self, torch.jit.ScriptModule)  # has no half copies
+            is_scripted = isinstance(self, torch.jit.ScriptModule)  # then without half copies
             for name in () if is_scripted else list(self._parameters):
                 _save_parameter(state, prefix + name, self._parameters, name)
             return state
@@ -103,10 +103,10 @@ def saving() -> list[Patch]:
 
 
 def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str) -> None:
-    """Replace a saved half copy by the parameter of its slot.
+    """Replace a half copy in a state dict by its parameter.
 
-    With `keep_vars` the half copy itself was saved, and it shares the `__dict__` of its parameter;
-    otherwise a detached tensor was saved.
+    With `keep_vars` the state dict has the half copy itself, which shares the `__dict__` of its
+    parameter; otherwise it has a detached tensor.
     """
     value = state.get(key)
     if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
@@ -118,7 +118,7 @@ def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str
 
 
 def _parameter_at(parameters: dict[str, Any], name: str) -> Tensor | None:
-    """The parameter of a slot, even if a forward begins or ends in another thread meanwhile."""
+    """The parameter of a slot, even if another thread begins or ends a forward meanwhile."""
     while True:
         entry = parameters.get(name)
         parameter = None if entry is None else parameter_of_copy(entry)

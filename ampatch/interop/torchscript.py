@@ -27,8 +27,8 @@ _LISTED = {name.lstrip("_") for row in (*WHITELIST, *BLACKLIST) for name in row.
 _OPERATOR = re.compile(r"\baten::(\w+)\(")
 
 
-def replacements(state: CastState) -> list[Patch]:
-    """The replacements in `torch.jit`."""
+def patches(state: CastState) -> list[Patch]:
+    """The patch of `torch.jit.script`: it warns about calls that are not cast."""
     return [(torch.jit, "script", lambda original: _script(original, state))]
 
 
@@ -39,7 +39,7 @@ def operators_without_casts(compiled: Any) -> list[str]:
 
 
 def warn_of_scripted_submodules(managed: ManagedModel) -> None:
-    """Warn of TorchScript submodules of a model at O1: nothing in them is cast."""
+    """Warn about TorchScript submodules of a model at O1: nothing in them is cast."""
     model_name = type(managed.model).__name__
     if managed.policy is not None:
         for name, module in scripted_submodules(managed.model).items():
@@ -51,8 +51,8 @@ def _warn(what: str, compiled: Any) -> None:
     if names:
         logger.warning(
             "%s is TorchScript, which calls torch's operators itself: ampatch does not cast "
-            "these (%s). It computes in the dtypes it is given. To have the casts, leave "
-            "it unscripted, use torch.compile, or record them with torch.jit.trace after "
+            "these (%s). It computes in the dtypes of its inputs. To have the casts, leave "
+            "it unscripted, use torch.compile, or trace it with torch.jit.trace after "
             "initialize.",
             what,
             ", ".join(names),
@@ -60,7 +60,7 @@ def _warn(what: str, compiled: Any) -> None:
 
 
 def _is_of_torch(obj: Any) -> bool:
-    """Whether it is torch's own function: torch scripts some to differentiate in forward mode."""
+    """Whether `obj` is a function of torch, which scripts some for forward-mode derivatives."""
     return inspect.isfunction(obj) and obj.__module__.partition(".")[0] == "torch"
 
 
@@ -71,7 +71,7 @@ def _script(original: Callable, state: CastState) -> Callable:
     ) -> Any:
         with own_frame.without_frames(obj) if isinstance(obj, nn.Module) else nullcontext():
             compiled = original(obj, optimize, _frames_up + 1, *args, **kwargs)
-        if state.current() is not None and not _is_of_torch(obj):
+        if state.current_policy() is not None and not _is_of_torch(obj):
             _warn(f"torch.jit.script({getattr(obj, '__name__', type(obj).__name__)})", compiled)
         return compiled
 

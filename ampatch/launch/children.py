@@ -1,8 +1,8 @@
 """Sets up this process, and the processes that the script spawns, for `ampatch run`.
 
-A spawned child (a DataLoader worker, `torch.multiprocessing.spawn`) first imports the
-script again, and would find no apex.  But `multiprocessing` sends it a pickled dictionary
-before that.  An item in this dictionary sets the child up while it is unpickled.
+A spawned child (a DataLoader worker, `torch.multiprocessing.spawn`) first imports the script again,
+and would find no apex.  Before that, `multiprocessing` sends it a pickled dictionary.  An item of
+this dictionary sets the child up while it is unpickled.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ampatch import auto
 from ampatch.compat import apex
 from ampatch.config import environment
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.log import show_without_handlers, shows
+from ampatch.log import show_without_handlers, shows_without_handlers
 
 _IN_CHILD = str(Path(__file__).with_name("in_child.py"))
 
 
-class _SetUp:
+class _ChildSetUp:
     """Runs `in_child.py` when unpickled, by its path: the child may not find ampatch yet."""
 
     def __init__(self, is_auto: bool) -> None:
@@ -31,15 +31,15 @@ class _SetUp:
             "PACKAGE_ROOT": PACKAGE_ROOT,
             "IS_AUTO": is_auto,
             "APEX_BEHIND": apex.hidden_folders(),
-            "SHOWS_MESSAGES": shows(),
+            "SHOWS_MESSAGES": shows_without_handlers(),
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return runpy.run_path, (_IN_CHILD, self._globals)
 
 
-def check(is_auto: bool) -> None:
-    """Raise `ValueError` for environment variables that are wrong, or not allowed with --auto."""
+def check_environment(is_auto: bool) -> None:
+    """Raise `ValueError` for environment variables that are invalid, or not allowed with --auto."""
     settings = environment.read()
     if is_auto:
         auto.check(settings)
@@ -57,7 +57,7 @@ def start(is_auto: bool, on_spawn: Callable[[], None] = lambda: None) -> None:
 
 
 def start_child(is_auto: bool, apex_behind: list[str] | None, shows_messages: bool) -> None:
-    """Called first in a spawned child; `apex_behind` is its parent's `apex.hidden_folders()`."""
+    """Set up a spawned child.  `apex_behind`: the parent's `apex.hidden_folders()`."""
     show_without_handlers(shows_messages)
     if apex_behind is not None:
         apex.install_over(apex_behind)
@@ -70,6 +70,6 @@ def _with_set_up(
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict:
         on_spawn()
-        return {**original(name), "ampatch": _SetUp(is_auto)}
+        return {**original(name), "ampatch": _ChildSetUp(is_auto)}
 
     return get_preparation_data

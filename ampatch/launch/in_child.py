@@ -1,4 +1,4 @@
-"""Run by its path in a spawned child, which has no `sys.path` of its parent yet.
+"""Run by its path in a spawned child, which does not have its parent's `sys.path` yet.
 
 `children.py` passes the upper-case names.
 """

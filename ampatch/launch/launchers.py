@@ -1,7 +1,7 @@
-"""Launchers, such as torchrun, that are passed as the script.
+"""Launchers, such as torchrun, that the user passes as the script.
 
-A launcher trains nothing itself: it starts other processes without ampatch.  So it has to come
-first, and start ampatch in each process.
+A launcher trains nothing itself: it starts other processes, without ampatch.  So the user has to
+start the launcher, and the launcher has to start ampatch in each process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ampatch.launch.program import Program
 
 _TORCHRUN = "torchrun [OPTIONS] -m"
 _ACCELERATE = "accelerate launch [OPTIONS] -m"
-_LINES = {
+_LAUNCH_COMMANDS = {
     "torchrun": _TORCHRUN,
     "torch.distributed": _TORCHRUN,
     "accelerate": _ACCELERATE,
@@ -22,12 +22,14 @@ _LINES = {
     "lightning.fabric": _TORCHRUN,
     "lightning_fabric": _TORCHRUN,
 }
-"""The start of a launcher's line, by its command, its module, or the package of its module."""
+"""The start of a launcher's command line, by its command, its module, or its module's package."""
 
 
-def line_of(program: Program) -> str | None:
-    """The start of a command line that launches a module, if `program` is a launcher; else None."""
+def launch_command_of(program: Program) -> str | None:
+    """Return the start of a command line that launches a module, or None for no launcher."""
     if not program.is_module:
-        return _LINES.get(Path(program.name).name.removesuffix(".exe"))
-    within = (line for name, line in _LINES.items() if f"{program.name}.".startswith(f"{name}."))
+        return _LAUNCH_COMMANDS.get(Path(program.name).name.removesuffix(".exe"))
+    within = (
+        line for name, line in _LAUNCH_COMMANDS.items() if f"{program.name}.".startswith(f"{name}.")
+    )
     return next(within, None)

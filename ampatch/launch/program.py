@@ -1,4 +1,4 @@
-"""What a command runs: a script's file, or a module as by `python -m`."""
+"""The program that a command runs: a script's file, or a module as `python -m` runs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModuleMissing(ImportError):
 
 @dataclass(frozen=True)
 class Program:
-    """The path of a script or, with `is_module`, the name of a module; as text, `-m name`."""
+    """The path of a script or, with `is_module`, the name of a module (as text: `-m name`)."""
 
     name: str
     is_module: bool = False
@@ -29,18 +29,19 @@ class Program:
 
     @property
     def title(self) -> str:
-        """A name for its results: `train` of `train.py`, `package.train` of a module."""
+        """The name of its results: `train` for `train.py`, `package.train` for a module."""
         return self.name if self.is_module else Path(self.name).stem
 
     def run(self, arguments: Sequence[str]) -> Ending:
-        """Run it as `__main__` of this process.  Raises what `file` raises."""
+        """Run the program as `__main__` of this process.  Raises the errors of `file`."""
         self.file()
         return (run_module if self.is_module else run_script)(self.name, arguments)
 
     def file(self) -> Path:
-        """Its file.  Imports nothing.
+        """The program's file.  Imports nothing.
 
-        Raises `FileNotFoundError` or `ValueError` for no script, `ModuleMissing` for no module.
+        Raises `FileNotFoundError` or `ValueError` if the path is no script, and `ModuleMissing` if
+        there is no such module.
         """
         return _file_of_module(self.name) if self.is_module else _file_of_script(self.name)
 

@@ -1,7 +1,8 @@
 """Lines that commands print about the script that they run.
 
-At `initialize`: which arguments of the script options of the command replace.  At the end: that
-the script never called `initialize`, so that nothing was in mixed precision, or never stepped.
+At `initialize`: which of the script's arguments are replaced by options of the command.  At the
+end: that the script never called `initialize`, so that nothing ran in mixed precision, or that it
+made no step.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _AMP_OF_TORCH = re.compile(r"\bautocast\b|\bGradScaler\b")
 
 
 class RunNotes:
-    """Observer of the sessions of a script, which `command` runs.
+    """Observer of the sessions of a script that `command` runs.
 
-    `options` are those of the command that replace arguments of `initialize`.
+    `options`: the options of the command that replace arguments of `initialize`.
     """
 
     def __init__(
@@ -39,40 +40,40 @@ class RunNotes:
         self._printed: set[str] = set()
         self._stop_observing = ampatch.observe(self)
         if hasattr(os, "register_at_fork"):  # not on Windows
-            os.register_at_fork(before=self.child_started)  # parent and child know of it
+            os.register_at_fork(before=self.record_child)  # recorded in the parent and the child
 
     def on_initialize(self, properties: Any) -> None:
-        """The script called `initialize`."""
+        """Record that the script has called `initialize`."""
         self._is_initialized = True
         self._has_optimizer |= any(session.optimizers for session in open_sessions())
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        """A managed optimizer has stepped, or skipped a step."""
+        """Record that a managed optimizer has made or skipped a step."""
         self._has_stepped = True
 
     def on_close(self, session: Any) -> None:
-        """A session closes; `ampatch.init`, apex's oldest API, may have opened it."""
+        """Record that there was a session, which `ampatch.init` may have opened."""
         self._is_initialized = True
 
     def on_replaced(self, replaced: dict[str, tuple[Any, Any]]) -> None:
-        """`initialize` takes these from the environment: the script's value, and the active one."""
+        """Print the arguments that the environment has replaced: `{name: (script's, new)}`."""
         changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in replaced.items())
         self._print_once(
             f"ampatch: replaced settings of the script: {changes.replace('torch.', '')}"
         )
 
-    def child_started(self) -> None:
-        """The script spawns or forks a process, which may do the training."""
+    def record_child(self) -> None:
+        """Record that the script has spawned or forked a process, which may do the training."""
         self._has_children = True
 
     def close(self) -> None:
         """Stop observing."""
         self._stop_observing()
 
-    def say_unused(self) -> bool:
-        """The script has ended without an error: say so if nothing in it was in mixed precision.
+    def print_if_unused(self) -> bool:
+        """Print a line if the script never called `initialize`.  To be called at its end.
 
-        Returns whether there were options, which then have changed nothing.
+        Returns True if the line was printed and there were options, which changed nothing.
         """
         if self._is_auto or self._is_initialized or self._has_children or open_sessions():
             return False
@@ -89,8 +90,8 @@ class RunNotes:
         )
         return bool(self._options)
 
-    def say_no_step(self) -> None:
-        """The script has ended without an error: say so if it should have trained and did not."""
+    def print_if_no_step(self) -> None:
+        """Print a line if the script made no step but should have.  To be called at its end."""
         should_train = self._has_optimizer or (self._is_auto and open_sessions())
         if should_train and not (self._has_stepped or self._has_children):
             self._print_once(
@@ -99,7 +100,7 @@ class RunNotes:
             )
 
     def _has_amp_of_torch(self) -> bool:
-        """Whether the script, or a module beside it, names torch's autocast or GradScaler."""
+        """Whether the script or a module in its folder names torch's autocast or GradScaler."""
         names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         files = {Path(file) for file in names if isinstance(file, str) and file.endswith(".py")}
         beside = self._program.file().absolute().parent

@@ -1,7 +1,7 @@
 """Run a script or a module as Python would, from inside a running process.
 
-`runpy` is not used: it removes its `__main__` when the script ends, and with it the
-globals that exit handlers and threads of the script still need.
+`runpy` is not used: it removes its `__main__` when the script ends, and with it the globals that
+exit handlers and threads of the script still need.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class Ending:
-    """How a script ended: its exit code and, if an exception ended it, type and message."""
+    """How a script ended: its exit code and, after an exception, the type and message."""
 
     exit_code: int
     error: str = ""
 
 
 class EnoughSteps(SystemExit):
-    """Raised in the script after the last step that the user wants; its exit code is 0."""
+    """Raised in the script after the last step that the user wants.  The exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -40,7 +40,7 @@ class EnoughSteps(SystemExit):
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
     """Run `script` as `__main__`, and report an exception as Python does.
 
-    A `BrokenPipeError` is raised where nobody reads the standard output any more.
+    Raises `BrokenPipeError` if no process reads the standard output any more.
     """
     _set_path(str(Path(script).resolve().parent))
     sys.argv[:] = [script, *arguments]
@@ -59,7 +59,7 @@ def run_module(module: str, arguments: Sequence[str]) -> Ending:
         if spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{module}.__main__")
     except BaseException as error:  # a parent package runs code of its own
-        return ended_by(error)
+        return make_ending(error)
     sys.argv[0] = str(spec.origin)
     main = _become_main(spec.origin, spec)
     return _run(main, lambda: spec.loader.get_code(spec.name))
@@ -72,7 +72,7 @@ def install_apex() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message on one line: `ValueError: too many digits`."""
+    """Return the type and message of an exception on one line: `ValueError: too many digits`."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     name = type(error).__qualname__
     return f"{name}: {lines[0].strip()}" if lines else name
@@ -103,19 +103,19 @@ def _run(main: types.ModuleType, code: Callable[[], CodeType]) -> Ending:
     try:
         exec(code(), main.__dict__)
     except BaseException as error:  # every exception ends the script and is reported
-        return ended_by(error)
+        return make_ending(error)
     return Ending(0)
 
 
-def ended_by(error: BaseException) -> Ending:
-    """The ending of a script that raised `error`; prints what Python would print."""
+def make_ending(error: BaseException) -> Ending:
+    """Return the ending of a script that raised `error`.  Prints what Python would print."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return Ending(error.code or 0)
         print(error.code, file=sys.stderr)
         return Ending(1, str(error.code))
     if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
-        raise error  # the reader has ended, as `| head` does: no error of the script
+        raise error  # no error of the script: the reader of a pipe has exited, like `head`
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     trace = _from_script(error.__traceback__)
     # The hook shows the traceback of the exception, not its third argument.
@@ -132,7 +132,7 @@ def _has_lost_its_reader(stream: Any) -> bool:
 
 
 def _from_script(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the first frames, of this file and of the import system."""
+    """The traceback without its first frames, which are of this file and of the import system."""
     while trace is not None and _is_before_script(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

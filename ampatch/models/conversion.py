@@ -1,7 +1,7 @@
-"""O3, and O0 of half models: the dtype of weights and buffers is changed, and changed back.
+"""O3, and O0 of half models: converts weights and buffers to another dtype, and back.
 
-The parameters stay the same objects, since optimizers, schedulers and scripts hold them: only their
-`.data` changes.
+The parameters stay the same objects, since optimizers, schedulers and scripts refer to them: only
+their `.data` changes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
-from ..torch_private.dtensors import exchange_data
-from .half_copy_slots import StaysFloat
-from .module_overrides import has_statistics
+from ..torch_private.dtensors import replace_data
+from .half_copy_slots import StaysFP32
+from .module_overrides import is_batch_or_instance_norm
 
-_data_property: Any = torch.Tensor.data  # torch's own: sessions replace that of parameters
+_data_property: Any = torch.Tensor.data  # torch's own property: sessions patch `Tensor.data`
 
 
-class Converted(NamedTuple):
-    """A parameter or buffer whose dtype was changed, and the values and gradient it had."""
+class ConvertedTensor(NamedTuple):
+    """A parameter or buffer whose dtype was changed; its former dtype, values and gradient."""
 
     tensor: Tensor
     dtype: torch.dtype
@@ -31,32 +31,33 @@ class Converted(NamedTuple):
 
 
 class ConvertedWeights:
-    """The weights and buffers of one model whose dtype is changed, by their ids."""
+    """The weights and buffers of one model whose dtype was changed."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Converted] = {}
+        self.entries: dict[int, ConvertedTensor] = {}  # by the id of the tensor
 
     def convert(
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         excluded: Collection[int] = (),
     ) -> None:
-        """Convert a model's FP32 and half parameters in place, to FP32 where `stays_float`.
+        """Convert a model's FP32 and half parameters in place to `dtype`.
 
-        FP32 buffers stay as they are, except the statistics of a norm: its kernels need them in the
-        dtype of its weights.  Tensors shared between modules are converted once, and parameters
-        that share their memory go on sharing it.  Those in `excluded` (ids) stay as they are.
+        In modules for which `stays_fp32(module)` is true, to FP32.  FP32 buffers are not converted,
+        except the statistics of a norm: its kernels need them in the dtype of its weights.  Tensors
+        shared between modules are converted once, and parameters that share their memory still
+        share it.  Tensors in `excluded` (ids) are not converted.
         """
-        by_memory: dict[tuple, Tensor] = {}  # converted data
+        by_memory: dict[tuple, Tensor] = {}  # the converted data, by `_memory_key` and dtype
         for module in model.modules():
-            target = torch.float32 if stays_float(module) else dtype
+            target = torch.float32 if stays_fp32(module) else dtype
             tensors: list[Tensor] = list(module.parameters(recurse=False))
             tensors += [
                 buffer
                 for buffer in module.buffers(recurse=False)
-                if buffer.dtype is not torch.float32 or has_statistics(module)
+                if buffer.dtype is not torch.float32 or is_batch_or_instance_norm(module)
             ]
             for tensor in tensors:
                 dtype_before, key = tensor.dtype, id(tensor)
@@ -64,18 +65,18 @@ class ConvertedWeights:
                 if is_known or dtype_before not in CASTABLE or dtype_before is target:
                     continue
                 data = _data_property.__get__(tensor)
-                self.entries[key] = Converted(tensor, dtype_before, data, tensor.grad)
-                memory = (*_memory(data), target)
+                self.entries[key] = ConvertedTensor(tensor, dtype_before, data, tensor.grad)
+                memory = (*_memory_key(data), target)
                 set_data(tensor, by_memory.setdefault(memory, data.to(target)))
         if self.entries:
             _flatten_rnns(model)
 
-    def forget(self, ids: Collection[int]) -> dict[int, Converted]:
-        """Remove these entries: nothing changes the tensors back.  Returns the entries by id."""
+    def forget(self, ids: Collection[int]) -> dict[int, ConvertedTensor]:
+        """Remove and return these entries, so that the tensors are not changed back."""
         return {key: self.entries.pop(key) for key in set(ids) & set(self.entries)}
 
     def forget_originals(self) -> None:
-        """Drop the unconverted values."""
+        """Drop the original values and gradients, so that `restore` casts the present values."""
         for key, entry in self.entries.items():
             self.entries[key] = entry._replace(original=entry.tensor, grad=None)
 
@@ -93,35 +94,35 @@ class ConvertedWeights:
         self.entries.clear()
 
 
-def _restore(entry: Converted) -> None:
+def _restore(entry: ConvertedTensor) -> None:
     tensor, dtype, original, grad = entry
     if tensor.dtype is dtype:  # changed back already
         return
-    if original.dtype is dtype:  # the exact values are still there: `initialize` has failed
+    if original.dtype is dtype:  # `initialize` has failed: the exact values are still there
         tensor.grad = None
-        exchange_data(tensor, original)
+        replace_data(tensor, original)
         tensor.grad = grad
     else:
         set_data(tensor, tensor.detach().to(dtype))
 
 
-def _memory(data: Tensor) -> tuple:
-    """Equal for tensors that are the same numbers in the same memory."""
+def _memory_key(data: Tensor) -> tuple:
+    """A key that is equal for tensors with the same memory, dtype, shape and strides."""
     if type(data) is not Tensor or data.layout is not torch.strided or not data.data_ptr():
         return (id(data),)
     return data.data_ptr(), data.dtype, data.shape, data.stride()
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a tensor other data, perhaps of another dtype, to which its gradient is cast."""
+    """Replace the tensor's data in place.  If the dtype changes, the gradient is cast to it."""
     grad, tensor.grad = tensor.grad, None
-    exchange_data(tensor, data)
+    replace_data(tensor, data)
     if grad is not None:
         tensor.grad = grad.to(data.dtype)
 
 
 def _flatten_rnns(model: nn.Module) -> None:
-    """Put the weights of RNNs in one memory buffer again, as cuDNN wants them."""
+    """Put the weights of each RNN in one storage again, as cuDNN needs them."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

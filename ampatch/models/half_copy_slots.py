@@ -1,11 +1,11 @@
-"""The slots of weights, and the half copies that stand there while a forward runs.
+"""The slots of weights, and the half copies that are in them while a forward runs.
 
-A slot is an entry of `module._parameters`.  The slots of all modules are compared and written
-together, in the native part by one call.
+A slot is an entry of `module._parameters`.  The slots of all modules are compared and set together,
+by one call of the native part.
 
 Copies are made in buckets, each by one node of the graph (`casting/half_copies`).  A weight that
-cannot share a node is cast by itself.  So is each weight where Dynamo traces the call, and in
-replicas of DataParallel.
+cannot share a node is cast by itself.  While Dynamo traces, and in replicas of DataParallel, all
+weights are cast one by one.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from .. import native
 from ..casting.half_copies import Buckets, cast_weights
 from ..casting.special_ops import EMBEDDINGS, LARGE_WEIGHT
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
+from ..torch_private.devices import has_values, is_stream_capturing
 from ..torch_private.dtensors import local_of
 from ..torch_private.modules import flat_weights, rebuild_flat_weights, submodule_dict
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.tensors import hooks_of
-from .lookups import Lookup
+from .embeddings import EmbeddingParameters
 
-StaysFloat = Callable[[nn.Module], bool]
+StaysFP32 = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
 
 _version_of = operator.attrgetter("_version")
 
 
 class Slot(NamedTuple):
-    """An entry of a module's `_parameters`, and the parameter there outside of forwards."""
+    """An entry of a module's `_parameters`, and the parameter that it has outside of forwards."""
 
-    container: dict[str, Any]  # `_parameters` of the module
+    container: dict[str, Any]  # the module's `_parameters`
     name: str
     parameter: Tensor
 
 
-def parameter_dicts(root: nn.Module, stays_float: StaysFloat) -> list[dict[str, Any]]:
-    """`_parameters` of `root` and of its submodules, except those that stay FP32.
+def parameter_dicts(root: nn.Module, stays_fp32: StaysFP32) -> list[dict[str, Any]]:
+    """`_parameters` of `root` and of its submodules, except submodules that stay FP32.
 
-    TorchScript is left out: it keeps its weights where no copies can be put.
+    TorchScript modules are left out: half copies cannot be put into them.
     """
     return [
         module._parameters
         for module in root.modules()
-        if not (isinstance(module, torch.jit.ScriptModule) or stays_float(module))
+        if not (isinstance(module, torch.jit.ScriptModule) or stays_fp32(module))
     ]
 
 
 def slots_of(dicts: list[dict[str, Any]]) -> list[Slot]:
-    """All entries of these `_parameters`, as they are now."""
+    """A slot for each entry that these `_parameters` have now."""
     return [Slot(container, *entry) for container in dicts for entry in container.items()]
 
 
-def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
-    """The slots of FP32 weights, except of those in `excluded` (ids)."""
+def fp32_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
+    """The slots of FP32 weights, without the weights in `excluded` (ids)."""
     return [
         slot
         for slot in slots
@@ -71,70 +71,72 @@ def float_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
     ]
 
 
-def split_lookups(modules: list[nn.Module], slots: list[Slot]) -> tuple[list[Lookup], list[Slot]]:
+def split_embeddings(
+    modules: list[nn.Module], slots: list[Slot]
+) -> tuple[list[EmbeddingParameters], list[Slot]]:
     """The embeddings that look up in their FP32 weight; the slots of all other weights.
 
-    Their weight is large, or gets sparse gradients, which the cast of a single weight does not
-    take.  It is the module's only parameter, and in no other slot.
+    Such an embedding has one parameter, which is in no other slot, and which is large or gets
+    sparse gradients.  A node that casts a single weight accepts no sparse gradients.
     """
-    embeddings = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
+    embedding_of = {id(m._parameters): m for m in modules if isinstance(m, EMBEDDINGS)}
     slots_in = Counter(id(slot.container) for slot in slots)
     slots_with = Counter(id(slot.parameter) for slot in slots)
-    lookups, others = [], []
+    embeddings, others = [], []
     for slot in slots:
-        embedding = embeddings.get(id(slot.container))
+        module = embedding_of.get(id(slot.container))
         is_single = slots_in[id(slot.container)] == slots_with[id(slot.parameter)] == 1
         if (
-            embedding is not None
+            module is not None
             and is_single
-            and (slot.parameter.numel() >= LARGE_WEIGHT or embedding.sparse)
+            and (slot.parameter.numel() >= LARGE_WEIGHT or module.sparse)
         ):
-            lookups.append(Lookup(embedding, slot.name))
+            embeddings.append(EmbeddingParameters(module, slot.name))
         else:
             others.append(slot)
-    return lookups, others
+    return embeddings, others
 
 
 class WeightSlots:
     """The slots of `root` and its submodules that get half copies, and buckets of their parameters.
 
-    `model` is the managed model, which is `root` or contains it.  Parameters in `excluded` (ids)
-    are left out.
+    `model` is the managed model: `root`, or a module that contains it.  Parameters in `excluded`
+    (ids) are left out.
     """
 
     def __init__(
         self,
         root: nn.Module,
         model: nn.Module,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         excluded: Collection[int],
     ) -> None:
         modules = list(root.modules())
         self.module_ids = set(map(id, modules))
-        dicts = parameter_dicts(root, stays_float)
-        # What `is_valid` compares: the entries of parameters and submodules, and their number.
+        dicts = parameter_dicts(root, stays_fp32)
+        # For `is_valid`: all parameters and submodules, and their number in each dict.
         self._all_dicts = [*dicts, *filter(None, map(submodule_dict, modules))]
         self._sizes = list(map(len, self._all_dicts))
         entries = [(items, *entry) for items in self._all_dicts for entry in items.items()]
         self._all_entries = _columns(entries)
-        self.lookups, slots = split_lookups(modules, float_slots(slots_of(dicts), excluded))
+        self.embeddings, slots = split_embeddings(modules, fp32_slots(slots_of(dicts), excluded))
         self._dicts, self._names, weights = _columns(slots)
         by_id = {id(weight): weight for weight in weights}
-        self.weight_ids = set(by_id).union(id(lookup.parameter) for lookup in self.lookups)
-        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_float(m)]
+        self.weight_ids = set(by_id).union(id(params.parameter) for params in self.embeddings)
+        self._rnns = [m for m in modules if isinstance(m, nn.RNNBase) and not stays_fp32(m)]
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
-        self.parameters += [weight for bucket in self.buckets.all for weight in bucket]
+        self.parameters += [weight for bucket in self.buckets.buckets for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        # For each slot the index of its parameter.
+        # For each slot the index of its parameter in `parameters`.
         self._parameter_indices = [order[id(weight)] for weight in weights]
         self.attributes: list[dict] = list(map(vars, self.parameters))
 
     def _take_rnn_weights(self, by_id: dict[int, Tensor]) -> list[list[Tensor]]:
-        """Take out of `by_id` the weights of each RNN whose weights share one memory buffer.
+        """Take the weights of each RNN whose weights share one storage out of `by_id`.
 
-        Otherwise cuDNN copies them at every forward, and warns.
+        Their copies share a storage, too.  Otherwise cuDNN copies them at every forward, and warns.
         """
         lists: list[list[Tensor]] = []
         for rnn in self._rnns:
@@ -153,14 +155,14 @@ class WeightSlots:
     def put(self, tensors: list[Tensor], instead_of: list[Tensor] | None = None) -> None:
         """Put `tensors`, one for each of `parameters`, in the slots.
 
-        With `instead_of`, one for each of `parameters` too: only in slots that still hold that
-        tensor.  What the user's code has put in a slot stays.
+        `instead_of` also has a tensor for each of `parameters`: only slots that still hold this
+        tensor are set.  A tensor that the user's code has put in a slot stays.
         """
         columns = self._dicts, self._names, self._parameter_indices
-        if not exchange_entries(*columns, tensors, instead_of):
+        if not set_entries(*columns, tensors, instead_of):
             assert instead_of is not None
-            present = zip(self.present(), self._parameter_indices, strict=True)
-            self.put_by_slot([tensors[i] if old is instead_of[i] else old for old, i in present])
+            present = zip(self.present_tensors(), self._parameter_indices, strict=True)
+            self.put_by_slot([tensors[i] if now is instead_of[i] else now for now, i in present])
         elif self._rnns:
             self._rebuild_flat_weights()
 
@@ -169,14 +171,14 @@ class WeightSlots:
             rebuild_flat_weights(rnn)
 
     def put_by_slot(self, tensors: list[Any]) -> None:
-        """Put tensors, one for each slot, in the slots that their modules still have."""
+        """Put tensors, one for each slot, in all slots that still exist."""
         for container, name, tensor in zip(self._dicts, self._names, tensors, strict=True):
             if name in container:
                 container[name] = tensor
         self._rebuild_flat_weights()
 
-    def present(self) -> list[Any]:
-        """What stands in the slots now."""
+    def present_tensors(self) -> list[Any]:
+        """The tensors that are in the slots now; None for a slot that does not exist any more."""
         return list(map(dict.get, self._dicts, self._names))
 
 
@@ -185,27 +187,32 @@ def _columns(entries: Sequence[tuple[dict, str, Any]]) -> tuple[list[dict], list
     return tuple(map(list, zip(*entries, strict=True))) or ([], [], [])  # type: ignore[return-value]
 
 
-def exchange_entries(
-    dicts: list[dict], names: list[str], sources: list[int], new: list[Any], old: list[Any] | None
+def set_entries(
+    dicts: list[dict],
+    names: list[str],
+    indices: list[int],
+    values: list[Any],
+    expected: list[Any] | None,
 ) -> bool:
-    """Set each entry `dicts[i][names[i]]` to `new[sources[i]]`.
+    """Set each entry `dicts[i][names[i]]` to `values[indices[i]]`.
 
-    With `old`: only if every entry is `old[sources[i]]` now.  Returns whether it was done.
+    With `expected`, nothing is set unless every entry is `expected[indices[i]]`.  Returns whether
+    the entries were set.
 
-    In C++: `exchange_entries` of `weights.h`.
+    In C++: `set_entries` of `weights.h`.
     """
-    if old is not None:
-        present, expected = map(dict.get, dicts, names), map(old.__getitem__, sources)
-        if not all(map(operator.is_, present, expected)):
+    if expected is not None:
+        present = map(dict.get, dicts, names)
+        if not all(map(operator.is_, present, map(expected.__getitem__, indices))):
             return False
-    deque(map(dict.__setitem__, dicts, names, map(new.__getitem__, sources)), maxlen=0)
+    deque(map(dict.__setitem__, dicts, names, map(values.__getitem__, indices)), maxlen=0)
     return True
 
 
 def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) -> None:
-    """Give copies the attributes of their parameters; subclasses of Tensor get none.
+    """Let copies share the `__dict__` of their parameters, except subclasses of Tensor.
 
-    What the user sets on a parameter (`p.lr_mult`) is then read and written on its copy too.
+    Attributes that the user sets on a parameter (`p.lr_mult`) are then on its copy too.
     """
     for tensor, shared in zip(tensors, attributes, strict=True):
         if type(tensor) is Tensor:
@@ -213,30 +220,30 @@ def share_attributes(tensors: list[Tensor], attributes: list[dict[str, Any]]) ->
 
 
 if native.part is not None:
-    exchange_entries = native.part.exchange_entries
+    set_entries = native.part.set_entries
 
 
 def make_half_copies(
     weight_slots: WeightSlots, dtype: torch.dtype, own_nodes: bool
 ) -> list[Tensor]:
     """Half copies of `weight_slots.parameters`, in their order; see `cast_weights`."""
-    if torch.is_inference_mode_enabled():  # tensors of that mode have no versions
+    if torch.is_inference_mode_enabled():  # inference tensors have no versions
         with torch.inference_mode(False), torch.no_grad():
             return make_half_copies(weight_slots, dtype, own_nodes)
-    if is_recording():
+    if is_traced_or_transformed():
         return [parameter.to(dtype) for parameter in weight_slots.parameters]
     copies: list[Tensor] = []
     for weights in weight_slots.rnn_weights:
-        copies += cast_weights(weights, dtype, in_one_buffer=True)
-    together = weight_slots.buckets.to_cast()
-    for weights in together:
+        copies += cast_weights(weights, dtype, in_one_storage=True)
+    bucketed = weight_slots.buckets.lists_to_cast()
+    for weights in bucketed:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
-    if len(copies) == len(weight_slots.parameters) and len(together) == len(
-        weight_slots.buckets.all
+    if len(copies) == len(weight_slots.parameters) and len(bucketed) == len(
+        weight_slots.buckets.buckets
     ):
         return copies
-    cast = [weight for weights in (*weight_slots.rnn_weights, *together) for weight in weights]
-    copy_of = dict(zip(map(id, cast), copies, strict=True))
+    cast_so_far = [w for weights in (*weight_slots.rnn_weights, *bucketed) for w in weights]
+    copy_of = dict(zip(map(id, cast_so_far), copies, strict=True))
     for weight in weight_slots.parameters:
         if id(weight) not in copy_of:
             [copy_of[id(weight)]] = cast_weights([weight], dtype, own_nodes=True)
@@ -244,18 +251,19 @@ def make_half_copies(
 
 
 class SlotCopies:
-    """Half copies of `weight_slots.parameters`, with the versions that they began with.
+    """Half copies of `weight_slots.parameters`, with their initial versions.
 
-    If `.data` of a copy is read, its values are kept too: a write through it raises no version.
+    If code reads `copy.data`, the copy's values are recorded too, because a write through `.data`
+    does not bump the version.
     """
 
     def __init__(self, weight_slots: WeightSlots, dtype: torch.dtype, own_nodes: bool) -> None:
         self.weight_slots = weight_slots
-        self.parameters: list[Tensor] = []  # one for each of `copies`
+        self.parameters: list[Tensor] = []  # a parameter for each of `copies`
         self.copies: list[Tensor] = []
         self._versions: list[int] = []
-        self._recorded_values: dict[int, Tensor] = {}
-        self._indices: dict[int, int] | None = None  # the places in `copies`, by ids of copies
+        self._recorded_values: dict[int, Tensor] = {}  # values of copies, by the index in `copies`
+        self._indices: dict[int, int] | None = None  # the index in `copies`, by the id of the copy
         if weight_slots.parameters:
             self.copies = make_half_copies(weight_slots, dtype, own_nodes)
             self.parameters = list(weight_slots.parameters)
@@ -268,20 +276,21 @@ class SlotCopies:
         return self._indices.get(id(copy))
 
     def parameter_of(self, copy: Tensor) -> Tensor | None:
-        """The parameter that was cast to `copy`; None for other tensors."""
+        """The parameter that was cast to `copy`, or None if `copy` is another tensor."""
         index = self._index_of(copy)
         return None if index is None else self.parameters[index]
 
     def add(self, parameter: Tensor, copy: Tensor) -> None:
         """Add a copy that is made while the forward runs."""
         share_attributes([copy], [vars(parameter)])
-        count = len(self.copies)  # after Ctrl-C the other lists may be longer than `copies`
+        # KeyboardInterrupt may have left the other lists longer than `copies`.
+        count = len(self.copies)
         self.parameters[count:] = [parameter]
         self._versions[count:] = [copy._version]
         self.copies.append(copy)
 
-    def float_of(self, copy: Tensor) -> Tensor | None:
-        """The FP32 weight with the values of `copy`; None if the forward wrote into `copy`."""
+    def fp32_weight_of(self, copy: Tensor) -> Tensor | None:
+        """The FP32 weight of `copy`, or None if the forward may have written into `copy`."""
         index = self._index_of(copy)
         if (
             index is None
@@ -293,30 +302,30 @@ class SlotCopies:
         return self.parameters[index]
 
     def record_values(self, copy: Tensor) -> None:
-        """Keep the present values of `copy`, with which `write_back` compares the later ones."""
+        """Record the present values of `copy`, for `write_changes_back` to compare."""
         index = self._index_of(copy)
         if index is None or index in self._recorded_values:
             return
-        if has_values(copy.device) and not is_captured(copy):
+        if has_values(copy.device) and not is_stream_capturing(copy):
             self._recorded_values[index] = local_of(copy).detach().clone()
 
-    def write_back(self, writes: ForwardWrites) -> None:
-        """Write into the parameters what was written into their copies."""
+    def write_changes_back(self, writes: ForwardWrites) -> None:
+        """Write changes of the copies into their parameters."""
         now = list(map(_version_of, self.copies))
         if self._recorded_values or now != self._versions:
             values, self._recorded_values = self._recorded_values, {}
             versions, self._versions = self._versions, now
-            writes.write_back(self.parameters, self.copies, versions, values)
+            writes.copy_changes(self.parameters, self.copies, versions, values)
 
 
 class ForwardWrites:
-    """Finds what a forward has written into the copies, and writes it into the parameters."""
+    """Copies changes of one model's half copies to the parameters, and warns about the first."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._has_warned = False
 
-    def write_back(
+    def copy_changes(
         self,
         parameters: list[Tensor],
         copies: list[Tensor],
@@ -325,17 +334,17 @@ class ForwardWrites:
     ) -> None:
         """Write changed copies into their parameters.
 
-        `versions` are earlier ones of all copies; `values` are earlier ones of copies whose `.data`
-        was read, by index.
+        `versions`: the recorded version of each copy.  `values`: by index, the recorded values of
+        copies whose `.data` was read.
         """
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
-                self._write_back(copy, parameter)
+                self._copy_changes_to_parameter(copy, parameter)
         for index in _changed(copies, values) if values else ():
-            self._write_back(copies[index], parameters[index])
+            self._copy_changes_to_parameter(copies[index], parameters[index])
 
-    def _write_back(self, copy: Tensor, parameter: Tensor) -> None:
-        """Elements that were not written keep their FP32 values."""
+    def _copy_changes_to_parameter(self, copy: Tensor, parameter: Tensor) -> None:
+        """Write a changed copy into its parameter; unchanged elements keep their FP32 values."""
         with torch.no_grad():
             same = parameter.to(copy.dtype) == copy
             parameter.copy_(torch.where(same, parameter, copy.to(parameter.dtype)))
@@ -343,8 +352,8 @@ class ForwardWrites:
             self._has_warned = True
             names = [name for name, param in self._model.named_parameters() if param is parameter]
             logger.warning(
-                "%s writes into its weights in its own forward (%s). At O2 it has half copies "
-                "there: what is written is rounded to %s, and small changes, as of an average, are "
+                "%s writes to its weights in its own forward (%s). At O2 the forward writes to "
+                "half copies: values are rounded to %s, and small updates (a moving average) are "
                 "lost. Write outside of the forward, or keep that module in FP32: "
                 'overrides={"name.*": "float"}.',
                 type(self._model).__name__,
@@ -354,7 +363,7 @@ class ForwardWrites:
 
 
 def _changed(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
-    """The indices of copies that differ from these values.  Waits once for the device."""
+    """The indices of copies that differ from these values.  Synchronizes with the device once."""
     device = next(iter(values.values())).device
     flags = [
         _differ(before, local_of(copies[index]).detach()).any().to(device)
@@ -364,12 +373,12 @@ def _changed(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
 
 
 def _differ(before: Tensor, now: Tensor) -> Tensor:
-    """Elementwise; a NaN equals any NaN."""
+    """Whether elements differ, elementwise; a NaN equals any NaN."""
     return (before != now) & ~(before.isnan() & now.isnan())
 
 
 def put_while_traced(slots: list[Slot], dtype: torch.dtype) -> None:
-    """Put half copies in slots while Dynamo traces, so that it records the casts."""
+    """Put half copies in slots while Dynamo traces, so that the casts are part of its graph."""
     copies: dict[int, Tensor] = {}
     for container, name, weight in slots:
         if id(weight) not in copies:
@@ -378,11 +387,11 @@ def put_while_traced(slots: list[Slot], dtype: torch.dtype) -> None:
 
 
 def cast_replica(
-    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_float: StaysFloat
+    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_fp32: StaysFP32
 ) -> None:
     """Cast the weights of a replica of `nn.DataParallel`, which are plain attributes there."""
     for module, replicated in zip(model.modules(), replica.modules(), strict=True):
-        if stays_float(module):
+        if stays_fp32(module):
             continue
         for name, weight in list(vars(replicated).items()):
             if name in module._parameters and getattr(weight, "dtype", None) is torch.float32:

@@ -1,8 +1,8 @@
-"""O2: half copies stand in the slots of a model's FP32 weights while a forward runs.
+"""O2: half copies are in the slots of a model's FP32 weights while a forward runs.
 
-A weight exists once, in FP32, as the model's parameter, which is also what the optimizer holds.
-When the outermost call of the model, or of a submodule, begins, half copies are put in the
-parameters' slots in `module._parameters`; when it ends, the parameters are put back.
+A weight exists once, in FP32, as the model's parameter, which the optimizer has too.  When the
+outermost call of the model, or of a submodule, begins, half copies are put in the parameters' slots
+in `module._parameters`; when it ends, the parameters are put back.
 
 Nodes of the graph and checkpoints keep half copies (`SlotCopies`).  A `Swap` puts them in the slots
 during one `Call`.  Its states:
@@ -13,11 +13,12 @@ during one `Call`.  Its states:
     swapped in  yes         yes                yes              copies          swap_out
     ended       no          no                 no               parameters      nothing
 
-An exception may strike between any two states: `may_hold_copies` is set before the first copy is
+An exception may be raised between any two states: `may_hold_copies` is set before the first copy is
 put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
-and again: an interrupted one has left `swaps`, and the call's second exit finishes it.  All threads
-share the slots.  So those in `swaps` belong to one thread, and a forward in another thread is
-refused meanwhile.  At O3 there are no copies, and `may_hold_copies` stays False.
+and again: if it was interrupted, the swap is no more in `swaps`, and the call's second exit
+finishes it.  All threads share the slots, so all swaps of a model belong to one thread.  While they
+run, a forward in another thread raises `AmpatchError`.  At O3 there are no copies, and
+`may_hold_copies` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -40,28 +41,28 @@ from ..casting.calls import Call, thread_calls
 from ..casting.half_copies import wants_only_some
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
-from ..torch_private.probes import is_fake_mode_on, is_recording
+from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
+from .embeddings import EmbeddingParameters
 from .half_copy_slots import (
     ForwardWrites,
     Slot,
     SlotCopies,
-    StaysFloat,
+    StaysFP32,
     WeightSlots,
     cast_replica,
-    float_slots,
+    fp32_slots,
     parameter_dicts,
     put_while_traced,
     slots_of,
 )
-from .lookups import Lookup
 from .sharded_weights import sharded_parameters
 
 swappers: weakref.WeakValueDictionary[int, HalfCopySwapper] = weakref.WeakValueDictionary()
-"""By the ids of their models.  A swapper holds its model, so the id stays the model's own."""
+"""The open swappers, by the id of their model.  They keep the model alive: the id is not reused."""
 
 
 def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtypes of the half copies that models make of a module's weights, by the weights' ids."""
+    """By the id of each weight of `module`: the dtype of its half copies, if models make any."""
     param_ids = set(map(id, module.parameters()))
     dtypes: dict[int, torch.dtype] = {}
     for swapper in list(swappers.values()):
@@ -70,7 +71,7 @@ def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def parameter_of_copy(tensor: Tensor) -> Tensor | None:
-    """The parameter in whose slot this half copy stands; None for other tensors."""
+    """The parameter of a half copy, or None if `tensor` is no half copy of a running swap."""
     for swapper in list(swappers.values()):
         for swap in list(swapper.swaps):
             parameter = None if swap.slot_copies is None else swap.slot_copies.parameter_of(tensor)
@@ -80,8 +81,8 @@ def parameter_of_copy(tensor: Tensor) -> Tensor | None:
 
 
 def record_values(tensor: Tensor) -> None:
-    """`tensor.data` is about to be read or set: if `tensor` is a half copy, record its values."""
-    if is_dynamo_compiling() or is_recording() or is_fake_mode_on():
+    """Record the values of `tensor` if it is a half copy; called before access to its `.data`."""
+    if is_dynamo_compiling() or is_traced_or_transformed() or is_fake_mode_on():
         return
     for call in thread_calls.stack:
         if call.swap is not None and call.swap.is_swapped_in:
@@ -89,7 +90,7 @@ def record_values(tensor: Tensor) -> None:
 
 
 def is_fx_traced(args: tuple, kwargs: dict) -> bool:
-    """Whether torch.fx calls a module on proxies, to see what it does."""
+    """Whether `torch.fx` calls a module on proxies, to trace it."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.fx.Proxy):
             return True
@@ -106,32 +107,33 @@ def enclosing_swap(module: nn.Module) -> Swap | None:
 
 
 class Swap:
-    """Half copies stand in the slots of weights, during one call."""
+    """Keeps half copies in the slots of weights during one call."""
 
     slot_copies: SlotCopies | None = None
     weight_slots: WeightSlots
-    is_nested = False  # it is within another swap of the same copies, which swaps them in and out
+    is_nested = False  # another swap of the same copies is running: it swaps them in and out
 
     def __init__(self, swapper: HalfCopySwapper) -> None:
         self.swapper = swapper
         self.may_hold_copies = False  # some slots may hold copies
         self.is_swapped_in = False  # all slots hold copies
-        self._previous: list[Any] | None = None  # what the slots held, if not the parameters
-        # The cache of `parametrize.cached()` around the swap.
+        # The tensors that the slots held before, if not the parameters.
+        self._previous: list[Any] | None = None
+        # The cache of a `parametrize.cached()` block around the swap.
         self._outer_parametrize_cache: dict | None = None
-        self._lookups: list[Lookup] = []
+        self._embeddings: list[EmbeddingParameters] = []
 
     def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
-        """Put copies in their slots; `previous`: what these hold, if not the parameters."""
+        """Put copies in the slots; `previous`: the tensors there, if not the parameters."""
         weight_slots = self.weight_slots
         self._previous = previous
         self.may_hold_copies = True
-        if weight_slots.lookups:
+        if weight_slots.embeddings:
             copy_of = dict(zip(map(id, slot_copies.parameters), slot_copies.copies))
-            for lookup in weight_slots.lookups:
-                self._lookups.append(lookup)
-                copy = copy_of.get(id(lookup.parameter))
-                lookup.swap_in(self.swapper.dtype, copy, self._add_copy)
+            for params in weight_slots.embeddings:
+                self._embeddings.append(params)
+                copy = copy_of.get(id(params.parameter))
+                params.swap_in(self.swapper.dtype, copy, self._add_copy)
         weight_slots.put(slot_copies.copies)
         self._outer_parametrize_cache = swap_parametrize_cache({})
         self.is_swapped_in = True
@@ -144,12 +146,14 @@ class Swap:
         call.swap = new = Swap(swapper)
         new.weight_slots = self.weight_slots
         new.slot_copies = slot_copies
-        if any(swap.is_swapped_in for swap in swaps):  # in a forward here, or in a waiting thread
+        # A forward of this thread, or of the thread that waits for this one, may have swapped the
+        # copies in already.
+        if any(swap.is_swapped_in for swap in swaps):
             new.is_swapped_in = new.is_nested = True
             return
         swapper.claim_slots(new)
         if new.weight_slots.weight_ids:
-            new.swap_in(slot_copies, previous=new.weight_slots.present())
+            new.swap_in(slot_copies, previous=new.weight_slots.present_tensors())
         else:
             new.is_swapped_in = True
 
@@ -158,7 +162,7 @@ class Swap:
         self.slot_copies.add(parameter, copy)
 
     def swap_out(self) -> None:
-        """Put back what the slots held before.  May be called again."""
+        """Put the previous tensors back in the slots.  May be called again."""
         swapper, slot_copies, previous = self.swapper, self.slot_copies, self._previous
         self.is_swapped_in = False
         try:
@@ -168,13 +172,13 @@ class Swap:
                     weight_slots.put(weight_slots.parameters, instead_of=slot_copies.copies)
                 else:
                     weight_slots.put_by_slot(previous)
-                for lookup in self._lookups:
-                    lookup.swap_out(self._add_copy)
+                for params in self._embeddings:
+                    params.swap_out(self._add_copy)
                 if self._outer_parametrize_cache is not None:  # computed from FP32 parameters
                     swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False
             if previous is None and not self.is_nested and slot_copies and slot_copies.copies:
-                slot_copies.write_back(swapper.writes)
+                slot_copies.write_changes_back(swapper.writes)
         finally:
             if self in swapper.swaps:
                 swapper.swaps.remove(self)
@@ -185,7 +189,7 @@ class Swap:
 class HalfCopySwapper:
     """Swaps half copies, in `dtype`, into the slots of one model's FP32 weights, and out of them.
 
-    Weights of modules for which `stays_float` is true are left out, and those that FSDP2 holds.
+    Weights of modules for which `stays_fp32` is true are left out, and weights that FSDP2 shards.
     `on_change()` is called by `open`, and when a forward begins after parameters or submodules of
     the model were replaced.
 
@@ -197,67 +201,70 @@ class HalfCopySwapper:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_float: StaysFloat,
+        stays_fp32: StaysFP32,
         on_change: Callable[[], object],
     ) -> None:
         self.model = model
         self.dtype = dtype
-        self._stays_float = stays_float
+        self._stays_fp32 = stays_fp32
         self._excluded_ids: Collection[int] = ()
         self._on_change = on_change
-        self._weight_slots: dict[int, WeightSlots] = {}  # those of a root, which they hold, by id
-        self.wants_own_nodes = False  # the next forward makes a node for each weight
-        self.has_own_nodes = False  # the last forward made such nodes
-        self._ids: set[int] = set()  # ids of the root's weights, from its latest `WeightSlots`
+        # By the id of the root module; a `WeightSlots` holds its root, so that the id stays valid.
+        self._weight_slots: dict[int, WeightSlots] = {}
+        self.wants_own_nodes = False  # the next forward makes one node per weight
+        self.has_own_nodes = False  # the last forward made one node per weight
+        self._ids: set[int] = set()  # ids of the model's weights, from its latest `WeightSlots`
         self.writes = ForwardWrites(model)
         self.swaps: list[Swap] = []  # the running swaps, the innermost last
-        # "thread": the ident of the thread that runs `swaps`; empty where none does.  A dict, as
-        # its `setdefault` is atomic.
+        # {"thread": ident of the thread that owns the slots}, or {} if no forward runs.  It is a
+        # dict because `setdefault` is atomic.
         self.claim: dict[str, int] = {}
 
     def open(self) -> None:
-        """Until `close`, forwards of the model compute with half copies of its FP32 weights."""
+        """Have the model's forwards compute with half copies of its FP32 weights, until `close`."""
         swappers[id(self.model)] = self
         self._weight_slots.clear()
         self.slots_below(self.model)
 
     def close(self) -> None:
-        """Put the parameters in their slots, where they stay."""
+        """Put the parameters in their slots for good."""
         self.swap_out_all()
         self._weight_slots.clear()
         if swappers.get(id(self.model)) is self:
             del swappers[id(self.model)]
 
     def swap_out_all(self) -> None:
-        """Put the parameters in their slots, whatever forwards run."""
+        """Put the parameters in their slots, even if forwards are running."""
         for swap in reversed(list(self.swaps)):
             swap.swap_out()
 
     def slots_below(self, root: nn.Module) -> WeightSlots:
-        """The slots of the model, or of a submodule of it, as they are now."""
+        """The `WeightSlots` of the model or of a submodule, valid now."""
         latest = self._weight_slots.get(id(root))
         if latest is not None and latest.is_valid():
             return latest
         self._excluded_ids = sharded_parameters(self.model)
-        weight_slots = WeightSlots(root, self.model, self._stays_float, self._excluded_ids)
-        for call in thread_calls.stack:  # copies of another model may be in the slots
+        weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
+        # While a swap runs, slots may hold half copies of another model: do not keep the list.
+        for call in thread_calls.stack:
             if call.swap is not None and call.swap.is_swapped_in:
                 return weight_slots
         self._weight_slots[id(root)] = weight_slots
         if root is self.model:
-            self._weight_slots = {id(root): weight_slots}  # without those of former submodules
+            # Drops the WeightSlots of submodules, which may be gone.
+            self._weight_slots = {id(root): weight_slots}
             self._ids = weight_slots.weight_ids
             self._on_change()
         return weight_slots
 
     def weight_ids(self) -> set[int]:
-        """Ids of the weights of which the forward has half copies."""
+        """Ids of the weights of which the model's forward has half copies."""
         if not self.swaps:
             self.slots_below(self.model)
         return self._ids
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """As `WeightUseOrder.record_wanted_grads`."""
+        """Like `WeightUseOrder.record_wanted_grads`, for half copies in slots."""
         if self.has_own_nodes:
             return False
         all_slots = list(self._weight_slots.values())
@@ -265,12 +272,12 @@ class HalfCopySwapper:
         self.wants_own_nodes |= only_some
         return only_some
 
-    # Around a call
+    # Enter a call
 
     def swap_in(self, call: Call, root: nn.Module) -> None:
-        """Swap copies in until `call`, of the model or of a submodule, ends."""
+        """Swap copies in until `call` exits; `root` is the model or the submodule called."""
         if REPLICA in vars(root):
-            cast_replica(self.model, root, self.dtype, self._stays_float)
+            cast_replica(self.model, root, self.dtype, self._stays_fp32)
             return
         call.swap = swap = Swap(self)
         self.claim_slots(swap)
@@ -283,18 +290,18 @@ class HalfCopySwapper:
             swap.is_swapped_in = True
 
     def swap_in_traced(self, root: nn.Module) -> TracedSlots | None:
-        """As `swap_in`, while Dynamo traces.  None: no slot gets a copy.
+        """Like `swap_in`, while Dynamo traces.  Returns None if no slot gets a copy.
 
-        It searches the slots each time, because Dynamo guards on what it reads.
+        Lists the slots anew each time, because Dynamo guards on every object that it reads.
         """
         if not self._ids:
             return None
-        slots = float_slots(slots_of(parameter_dicts(root, self._stays_float)), self._excluded_ids)
+        slots = fp32_slots(slots_of(parameter_dicts(root, self._stays_fp32)), self._excluded_ids)
         put_while_traced(slots, self.dtype)
         return TracedSlots(slots)
 
     def claim_slots(self, swap: Swap) -> None:
-        """Before a forward, or a recompute of it: claim the slots for this thread.
+        """Claim the slots for this thread, before a forward or a recompute of it.
 
         Raises `AmpatchError` while another thread runs a forward: both would use the same slots.
         """
@@ -306,16 +313,16 @@ class HalfCopySwapper:
     def _two_threads_message(self) -> str:
         name = type(self.model).__name__
         return (
-            f"{name}: a forward, or one of a submodule, begins in thread "
-            f"{threading.current_thread().name!r} while one of the same model runs in another "
-            "thread. At O2 and O3 a model serves one thread at a time. Give each thread a model of "
+            f"{name}: a forward of the model or of a submodule begins in thread "
+            f"{threading.current_thread().name!r} while another thread runs a forward of the same "
+            "model. At O2 and O3 a model serves one thread at a time. Give each thread a model of "
             'its own, copy.deepcopy(model), or take opt_level="O1", which threads may share. '
             "Submodules may be computed in threads within a forward of the whole model."
         )
 
 
 class TracedSlots:
-    """The slots in which a call that Dynamo traces has half copies."""
+    """The slots that hold half copies during a call that Dynamo traces."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -327,7 +334,7 @@ class TracedSlots:
 
 
 def _forget_other_threads() -> None:
-    """In the child of a fork: other threads are gone, and new ones may get their idents."""
+    """Release claims of other threads in the child of a fork, where these threads do not exist."""
     for swapper in list(swappers.values()):
         if swapper.claim.get("thread") not in (None, get_ident()):
             swapper.swap_out_all()

@@ -1,9 +1,9 @@
-"""The inputs of a half model: cast, except for values that half would lose.
+"""Casts the inputs of a half model, except values that the half dtype cannot hold.
 
-A forward may write into its inputs.  A container without cast tensors is passed on as it is; a
-container with a cast tensor is copied.  What the forward writes into a copy, or in place into a
-cast input, is written back into the caller's object when the forward ends, in the graph where there
-is one.  A tensor that is passed twice is cast once.
+A forward may write into its inputs.  A container without cast tensors is passed on unchanged; a
+container with a cast tensor is copied.  When the forward ends, its changes of these copies and its
+in-place changes of cast inputs are written into the caller's objects, in the graph if the forward
+recorded one.  A tensor that is passed twice is cast once.
 """
 
 from __future__ import annotations
@@ -17,61 +17,66 @@ from torch import Tensor
 from .. import native
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
-from ..torch_private.devices import has_values, is_captured
-from ..torch_private.probes import is_recording
-from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, numbers_of
+from ..torch_private.devices import has_values, is_stream_capturing
+from ..torch_private.probes import is_traced_or_transformed
+from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, values_of
 
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _fitting_copy = getattr(native.part, "fitting_copy", None)
-"""`(tensor, dtype, limit)`: the copy of a small tensor with values within the limit; or None."""
+"""`(tensor, dtype, limit)`: a copy of a small tensor if its values are within the limit, or None.
+"""
 
 
 class InputCasts:
     """The caller's inputs of one forward, and the casts and copies that the forward got instead."""
 
-    tensors: dict[int, tuple[Tensor, Tensor, Any]]  # an input, its cast, that cast's node; by id
-    containers: list[tuple[Any, Any, Any]]  # input, copy, the items that the copy had at first
+    # By the id of a tensor input: the input, its cast, and the node of the graph that cast it.
+    tensors: dict[int, tuple[Tensor, Tensor, Any]]
+    # A container input, its copy, and the items that the copy was made of.
+    containers: list[tuple[Any, Any, Any]]
 
-    def write_back(self) -> None:
-        """The forward has ended: write into the caller's inputs what it wrote into their casts."""
+    def write_changes_back(self) -> None:
+        """After the forward: write its changes of casts and copies into the caller's inputs."""
         for tensor, cast, node in self.tensors.values():
-            # Inference tensors cannot be written outside of their mode, and have no version in it.
+            # Inference tensors cannot be written outside of inference mode, and have no versions.
             if not (tensor.is_inference() or cast.is_inference()) and cast._version:
-                _write_into(tensor, cast, in_graph=cast.grad_fn is not node)
+                _update_tensor(tensor, cast, in_graph=cast.grad_fn is not node)
         if self.containers:
             input_of = {id(cast): tensor for tensor, cast, _ in self.tensors.values()}
             input_of |= {id(copy): container for container, copy, _ in self.containers}
             for container, copy, items in self.containers:
-                _write_back(container, copy, items, input_of)
+                _update_container(container, copy, items, input_of)
 
 
-class ModelInputs:
+class InputCaster:
     """Casts the inputs of one model to `dtype`; `name` is for the log.
 
-    An FP32 input that half cannot hold (finite values that overflow, integers that it cannot
-    count) stays FP32, and so do later inputs at its position; `on_float_input()` is called.  Inputs
-    in host memory are checked each time.  On an accelerator a check waits for the device: the first
-    input at a position is checked, later ones are clamped to the range of float16.
+    Some FP32 values do not fit the half dtype: finite values that overflow, and integers above
+    those that it counts exactly.  A position is the index of a tensor among the call's inputs.  If
+    an FP32 input does not fit, it and all later inputs at its position stay FP32, and
+    `on_fp32_input()` is called.  CPU inputs are checked at every call.  A check on an accelerator
+    synchronizes, so only the first input at a position is checked; later ones are clamped to the
+    range of float16.
 
     Annotations stay FP32 too: a list of dicts with integers, as detectors of torchvision and
-    transformers take them.  bfloat16 moves a box at 1,000 pixels by up to 4.
+    transformers expect them.  bfloat16 moves a box at 1,000 pixels by up to 4.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, on_float_input: Callable[[], None]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, on_fp32_input: Callable[[], None]) -> None:
         self._name = name
         self._dtype = dtype
         self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
         self._limit = 2 / torch.finfo(dtype).eps
-        self._on_float_input = on_float_input
-        self._float_positions: set[int] = set()
+        self._on_fp32_input = on_fp32_input
+        self._fp32_positions: set[int] = set()
         self._seen_positions: set[int] = set()
 
     def cast(self, args: tuple, kwargs: dict, casts: InputCasts | None) -> tuple[tuple, dict]:
-        """The arguments for the forward; `casts` records what to write back after it."""
+        """The arguments for the forward.  `casts` records them; it is None while Dynamo traces."""
         if casts is not None:
             casts.tensors, casts.containers = {}, []
-        if casts is None or is_recording():  # Dynamo, or another tracer, records the call
+        if casts is None or is_traced_or_transformed():  # Dynamo or another tracer traces the call
             convert = self._saturated if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -85,7 +90,7 @@ class ModelInputs:
 
         def convert_value(value: Any) -> Any:
             if type(value) in (list, tuple) and _are_annotations(value):
-                self._on_float_input()
+                self._on_fp32_input()
                 return value
             return map_tensors(value, convert_next, casts.containers)
 
@@ -103,39 +108,44 @@ class ModelInputs:
             return casts.tensors[id(tensor)][1]
         cast = None
         if dtype is torch.float32 and self._is_half:
-            if position in self._float_positions:
+            if position in self._fp32_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
                 cast = _fitting_copy(tensor, self._dtype, self._limit)
-            if cast is None and self._stays_float(tensor, position):
+            if cast is None and not self._check_fits_half(tensor, position):
                 return tensor
-        if cast is None:  # the first input is clamped too: in a recompute it is no longer the first
+        if cast is None:
+            # Clamp the first input too: a recompute casts the same input again, and then it counts
+            # as a later one.
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
         casts.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
-    def _stays_float(self, tensor: Tensor, position: int) -> bool:
+    def _check_fits_half(self, tensor: Tensor, position: int) -> bool:
+        """Whether the values fit, or are not checked.  If not: log, and record the position."""
         if not tensor.is_cpu and (
-            position in self._seen_positions or not has_values(tensor.device) or is_captured(tensor)
+            position in self._seen_positions
+            or not has_values(tensor.device)
+            or is_stream_capturing(tensor)
         ):
-            return False
-        numbers: Any = tensor.detach() if tensor.requires_grad else tensor
+            return True
+        values: Any = tensor.detach() if tensor.requires_grad else tensor
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            numbers = numbers_of(tensor)
-        if numbers is None or not numbers.numel():
-            return False
-        smallest, largest = torch.aminmax(numbers)
-        if type(smallest) is not Tensor:  # under a mode of the caller's that computes no values
-            return False
+            values = values_of(tensor)
+        if values is None or not values.numel():
+            return True
+        smallest, largest = torch.aminmax(values)
+        if type(smallest) is not Tensor:  # the caller runs under FakeTensorMode or the like
+            return True
         low: Any = smallest.tolist()
         high: Any = largest.tolist()
         if -self._limit < low and high < self._limit:
-            return False
-        if not half_cannot_hold(numbers, self._dtype):
-            return False
-        self._float_positions.add(position)
+            return True
+        if not half_cannot_hold(values, self._dtype):
+            return True
+        self._fp32_positions.add(position)
         logger.warning(
             "%s: an input of shape %s has values that %s cannot hold (from %g to %g). This input "
             "stays FP32, here and in later forwards.",
@@ -145,11 +155,11 @@ class ModelInputs:
             low,
             high,
         )
-        self._on_float_input()
-        return True
+        self._on_fp32_input()
+        return False
 
     def _saturated(self, tensor: Any) -> Any:
-        """`tensor` in float16, finite values that are too large clamped to its range."""
+        """`tensor` in float16, with finite values clamped to the range of float16."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
             return caster(self._dtype)(tensor)
         largest = torch.finfo(self._dtype).max
@@ -166,11 +176,11 @@ def _are_annotations(values: Sequence) -> bool:
     )
 
 
-def _write_into(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
-    """Write into `tensor` what a forward wrote into its cast; other elements stay as they are.
+def _update_tensor(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
+    """Write a forward's changes of a cast into `tensor`; elements that did not change stay.
 
-    `in_graph`: the forward wrote in the graph, so this does, as an FP32 forward would: gradients of
-    the written tensor pass through the forward's operations.
+    `in_graph`: the forward's writes are part of the graph, so this write is, too.  As in an FP32
+    forward, gradients of `tensor` then pass through the forward's operations.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and in_graph):
         new = cast.to(tensor.dtype)
@@ -180,8 +190,8 @@ def _write_into(tensor: Tensor, cast: Tensor, in_graph: bool) -> None:
         tensor.copy_(new)
 
 
-def _write_back(container: Any, copy: Any, items: Any, input_of: dict[int, Any]) -> None:
-    """Change `container` as the forward has changed its copy, which had `items` at first."""
+def _update_container(container: Any, copy: Any, items: Any, input_of: dict[int, Any]) -> None:
+    """Change `container` as the forward has changed its copy, which was made of `items`."""
     if isinstance(container, MutableMapping):
         for key in [key for key in items if key not in copy]:
             container.pop(key, None)

@@ -1,9 +1,9 @@
-"""One model in a session: what is done around its calls, from `install` to `uninstall`.
+"""One model in a session: the work around its calls, from `install` to `uninstall`.
 
-`copy.deepcopy`, `pickle`, `torch.save(model)` and sending the model to another process give plain
+`copy.deepcopy`, `pickle`, `torch.save(model)` and sending the model to another process make plain
 models: weights as they are (O3: half, else FP32), usable where ampatch is not installed.
-`copy.copy` and DataParallel's replicas share weights, and are cast as the model is while the
-session is open.
+`copy.copy` and DataParallel's replicas share weights, and are cast like the model while the session
+is open.
 """
 
 from __future__ import annotations
@@ -17,33 +17,40 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import dtype_errors
-from ..casting.calls import INHERIT, USER_BLOCK, Call, CastState, computes_in, thread_calls
-from ..casting.handlers import without_modes
+from ..casting.calls import (
+    INHERIT,
+    USER_BLOCK,
+    Call,
+    CastState,
+    current_compute_dtype,
+    thread_calls,
+)
+from ..casting.handlers import without_torch_function_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
 from ..casting.weight_cache import WeightUseOrder
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
-from ..torch_private.torch_functions import is_mode_on
+from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .conversion import ConvertedWeights
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
-from .io_casting import InputCasts, ModelInputs
-from .module_overrides import ModuleOverride, has_float_buffers
+from .io_casting import InputCaster, InputCasts
+from .module_overrides import ModuleOverride, has_fp32_buffers
 from .own_frame import OwnFrame
 from .running_statistics import RunningStatistics, norms_of
-from .sharded_weights import checked_shards, sharded_parameters
+from .sharded_weights import checked_sharded_parameters, sharded_parameters
 from .submodule_calls import SubmoduleCalls
 from .values import cast_tensors
 
-_NAMES_SHOWN = 5  # names of weights in a warning
+_MAX_NAMES_SHOWN = 5  # the maximum number of weights that a warning names
 
-SlotsById = dict[int, tuple["weakref.ref[nn.Module]", str]]
+ParameterOwners = dict[int, tuple["weakref.ref[nn.Module]", str]]
 """By the id of a parameter: its module, and its name there.
 
-Python reuses the id of a deleted parameter, so compare with the parameter in the slot.  A weak
-reference to the parameter itself would make `torch.utils.swap_tensors` refuse it.
+Python reuses the id of a deleted parameter, so compare with the parameter that the module has under
+this name.  `torch.utils.swap_tensors` would refuse parameters with weak references.
 """
 
 
@@ -51,15 +58,15 @@ class SessionForModel(Protocol):
     """What a managed model needs of its session."""
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """Calls in the forward get FP32 and half arguments: give the model a policy for them."""
+        """Give the model a policy that promotes calls with both FP32 and half arguments."""
 
 
 class ManagedModel:
     """A model under one opt level.
 
-    Its forward runs under `policy`: at O1 the session's tables; at the other levels None, and no
-    call is cast.  Exception: `CastState.half_model_policy`, if set, is the policy at O2 and O3.
-    Floating inputs are cast to `in_dtype`, outputs to `out_dtype`; None: they are left as they are.
+    Its forward runs under `policy`: at O1 the policy of the op tables; at the other levels None,
+    and no call is cast.  Exception: `CastState.half_model_policy`, if set, is the policy at O2 and
+    O3.  Floating inputs are cast to `in_dtype`, outputs to `out_dtype`, unless the dtype is None.
     It is the `Scope` of the model's frame.
     """
 
@@ -84,60 +91,60 @@ class ManagedModel:
             self.in_dtype, self.out_dtype = properties.cast_model_type, torch.float32
         if properties.cast_model_outputs is not None:
             self.out_dtype = properties.cast_model_outputs
-        self._inputs: ModelInputs | None = None
-        self._submodules: SubmoduleCalls | None = None
+        self._input_caster: InputCaster | None = None
+        self._submodule_calls: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
         self.swapper: HalfCopySwapper | None = None
-        self._stays_float: StaysFloat = lambda module: False
-        self._has_mixed_dtypes = False  # FP32 buffers meet half tensors in its forward
+        self._stays_fp32: StaysFP32 = lambda module: False
+        self._has_mixed_dtypes = False  # its forward has FP32 buffers and half tensors
         self.frame: OwnFrame | None = None
-        self.slots: SlotsById = {}  # of parameters: calls with them are cast outside forwards too
-        self._initial_slots: SlotsById = {}  # parameters and buffers as the session began
+        self.parameter_owners: ParameterOwners = {}  # at O1: calls with these parameters are cast
+        self._initial_owners: ParameterOwners = {}  # parameters and buffers at the session's start
         self.held_functions = HeldFunctions(model)
         self.statistics: RunningStatistics | None = None
-        self._was_called = False  # since the last `warn_of_lost_frame`
+        self._was_called = False  # `enter` has run since the last `warn_of_lost_frame`
         self._has_warned_of_user_block = False
         self._has_warned_of_lost_frame = False
         self._use_order: WeightUseOrder | None = None
         if policy is not None:
             self._use_order = WeightUseOrder(model, policy.half_to)
 
-    # Put in, take out
+    # Install and uninstall
 
-    def convert(self, stays_float: StaysFloat) -> None:
+    def convert(self, stays_fp32: StaysFP32) -> None:
         """Use half copies of weights in forwards, or convert weights and buffers to `in_dtype`."""
         dtype = self.in_dtype
         if dtype is None:
             return
-        self._stays_float = stays_float
+        self._stays_fp32 = stays_fp32
         if not self.properties.uses_half_copies:
             excluded = sharded_parameters(self.model).union(half_copy_dtypes(self.model))
-            self.conversions.convert(self.model, dtype, stays_float, excluded)
+            self.conversions.convert(self.model, dtype, stays_fp32, excluded)
         if dtype in HALF_DTYPES:
-            self.swapper = HalfCopySwapper(self.model, dtype, stays_float, self._on_module_change)
+            self.swapper = HalfCopySwapper(self.model, dtype, stays_fp32, self._on_module_change)
             self.swapper.open()
 
     def check_shards(self) -> None:
-        """Raise `AmpatchError` where the precision of FSDP2 contradicts the level."""
-        if checked_shards(self.model, self.properties, self._stays_float):
+        """Raise `AmpatchError` if the precision of FSDP2 contradicts the opt level."""
+        if checked_sharded_parameters(self.model, self.properties, self._stays_fp32):
             # `fully_shard` has replaced converted parameters.
             tensors = (*self.model.parameters(), *self.model.buffers())
             self.conversions.forget(set(self.conversions.entries) - set(map(id, tensors)))
 
     def _on_module_change(self) -> None:
-        """Give new submodules frames, and look for FP32 buffers, which meet half in the forward."""
-        if self._submodules is not None and self.swapper is not None:
-            self._submodules.install(self.swapper.weight_ids())
+        """Give new submodules frames, and promote mixed dtypes if there are FP32 buffers now."""
+        if self._submodule_calls is not None and self.swapper is not None:
+            self._submodule_calls.update_frames(self.swapper.weight_ids())
         had_mixed_dtypes = self._has_mixed_dtypes
-        self._has_mixed_dtypes = has_float_buffers(self.model, self._stays_float)
+        self._has_mixed_dtypes = has_fp32_buffers(self.model, self._stays_fp32)
         if self._has_mixed_dtypes and not had_mixed_dtypes:
             self._session.promote_mixed_dtypes(self)
 
     def restore_shared(self, shared: Collection[int]) -> set[int]:
         """Change these weights (ids) back to FP32: another model is to make half copies of them.
 
-        Returns the ids of those that were half.
+        Returns the ids of the weights that were changed.
         """
         converted = set(self.conversions.entries) & set(shared)
         if converted:
@@ -147,7 +154,7 @@ class ManagedModel:
         return converted
 
     def warn_of_half_weights(self) -> None:
-        """O1 and O2 train FP32 parameters: warn of those that were half before."""
+        """Warn about trainable parameters that are already half: O1 and O2 expect FP32 ones."""
         patches = self.properties.patch_torch_functions
         if not patches and not self.properties.uses_half_copies:
             return
@@ -157,13 +164,13 @@ class ManagedModel:
             if parameter.requires_grad and parameter.dtype in HALF_DTYPES
         ]
         if half_names:
-            left = len(half_names) - _NAMES_SHOWN
+            left = len(half_names) - _MAX_NAMES_SHOWN
             logger.warning(
-                "%s: these trainable weights were given in half and are trained in half, without "
-                "FP32 master weights: %s%s. For master weights call model.float() before "
+                "%s: these trainable parameters were already half when ampatch.initialize was "
+                "called, so they have no FP32 master weights: %s%s. Call model.float() before "
                 "ampatch.initialize.",
                 type(self.model).__name__,
-                ", ".join(half_names[:_NAMES_SHOWN]),
+                ", ".join(half_names[:_MAX_NAMES_SHOWN]),
                 f" and {left} more" if left > 0 else "",
             )
 
@@ -172,81 +179,81 @@ class ManagedModel:
         return self.swapper is not None and id(parameter) in self.swapper.weight_ids()
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """As `WeightUseOrder.record_wanted_grads`, for both kinds of half copies."""
+        """Like `WeightUseOrder.record_wanted_grads`, for the half copies at O1 and at O2."""
         order, swapper = self._use_order, self.swapper
         may_share = order is not None and order.record_wanted_grads(wanted)
         return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
     def converted_ids(self) -> set[int]:
-        """Ids of the tensors whose dtype is changed."""
+        """Ids of the tensors whose dtype the opt level has changed."""
         return set(self.conversions.entries)
 
     def forget_originals(self) -> None:
-        """Drop the unconverted values."""
+        """Drop the FP32 originals of converted weights; only a failed `initialize` needs them."""
         self.conversions.forget_originals()
 
     def install(self) -> None:
-        """Put in the frames of the model and of submodules, overridden or called from outside."""
+        """Give frames to the model and to submodules that are overridden or called from outside."""
         model = self.model
         if self.policy is not None and self.policy.devices is not None:
             self.policy.devices.update(param.device.type for param in model.parameters())
-        self._record_slots()
+        self._record_owners()
         if self.in_dtype is not None:
-            self._inputs = self.inputs_of()
+            self._input_caster = self.make_input_caster()
         for override in self._overrides:
             override.install()
         if self.swapper is not None:
-            self._submodules = SubmoduleCalls(self, self._stays_float)
-            self._submodules.install(self.swapper.weight_ids())
+            self._submodule_calls = SubmoduleCalls(self, self._stays_fp32)
+            self._submodule_calls.update_frames(self.swapper.weight_ids())
         self.frame = OwnFrame(model, self)
-        self.frame.put_on_model(self.properties.opt_level)
+        self.frame.install_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
             self.statistics = RunningStatistics(norms)
 
-    def had_at_start(self, tensor: Tensor) -> bool:
-        """Whether the model had this parameter or buffer when the session began, and still has."""
-        slot = self._initial_slots.get(id(tensor))
-        return slot is not None and getattr(slot[0](), slot[1], None) is tensor
+    def has_had_since_start(self, tensor: Tensor) -> bool:
+        """Whether the model has had this parameter or buffer since the session began."""
+        owner = self._initial_owners.get(id(tensor))
+        return owner is not None and getattr(owner[0](), owner[1], None) is tensor
 
-    def _record_slots(self) -> None:
+    def _record_owners(self) -> None:
         for module in self.model.modules():
             params = dict(module.named_parameters(recurse=False))
-            slots = {id(param): (weakref.ref(module), name) for name, param in params.items()}
-            self._initial_slots.update(slots)
+            owners = {id(param): (weakref.ref(module), name) for name, param in params.items()}
+            self._initial_owners.update(owners)
             if self.policy is not None:
-                self.slots.update(slots)
+                self.parameter_owners.update(owners)
             for name, buffer in module.named_buffers(recurse=False):
-                self._initial_slots[id(buffer)] = weakref.ref(module), name
+                self._initial_owners[id(buffer)] = weakref.ref(module), name
 
     def uninstall(self) -> None:
-        """Take frames and conversions out, and leave no reference cycle through the model.
+        """Undo `install` and `convert`, and leave no reference cycle through the model.
 
         A cycle would keep weights and gradients in memory until Python collects garbage.
         """
         for call in list(thread_calls.stack):  # a session may end within its forward
             if call.owner is self or call.owner in self._overrides:
                 self._state.exit(call)
-        self.held_functions.take_out()
+        self.held_functions.bind_originals()
         if self.frame is not None:
-            self.frame.take_out()
+            self.frame.uninstall()
             self.frame = None
-        if self._submodules is not None:
-            self._submodules.frames.install((), self._submodules)
-            self._submodules = None
+        if self._submodule_calls is not None:
+            self._submodule_calls.frames.set_modules((), self._submodule_calls)
+            self._submodule_calls = None
         for override in self._overrides:
             override.uninstall()
         self.statistics = None
         if self.swapper is not None:
             self.swapper.close()
             self.swapper = None
-        undo = UndoAll("ampatch: a model's weights get their dtypes back")
+        undo = UndoAll("ampatch: restoring the dtypes of a model's weights")
         self.conversions.restore_all(self.model, undo)
         undo.end()
 
-    # What submodules ask
+    # Called by SubmoduleCalls
 
-    def inputs_of(self, submodule: str = "") -> ModelInputs:
-        """The `ModelInputs` that cast the inputs of the model, or of a submodule."""
+    def make_input_caster(self, submodule: str = "") -> InputCaster:
+        """An `InputCaster` for the inputs of the model, or of a submodule."""
         assert self.in_dtype is not None
         name = type(self.model).__name__
         session, weak_self = self._session, weakref.ref(self)
@@ -255,73 +262,82 @@ class ManagedModel:
             if (managed := weak_self()) is not None:
                 session.promote_mixed_dtypes(managed)
 
-        return ModelInputs(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
+        return InputCaster(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
-        """What submodules return in a framework's step; None: any dtype, or there is no step."""
+        """The dtype of submodule outputs in a framework's step, or None: any dtype, or no step."""
         for call in reversed(thread_calls.stack):
-            if call.owner is self and call.results_in is not INHERIT:
-                return call.results_in
+            if call.owner is self and call.step_output_dtype is not INHERIT:
+                return call.step_output_dtype
         return None
 
-    # Around a call
+    # Enter and exit
 
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Begin a call: cast the inputs, swap in half copies, set the policy.
+        """Enter a call: cast the inputs, swap in half copies, set the policy.
 
-        Returns the cast arguments.  None: the model is a submodule of another managed model, whose
-        running forward has done this for its submodules.
+        Returns the cast arguments.  Returns None if the model is a submodule of another managed
+        model whose forward is running: that forward has done this for all its submodules.
         """
         self._was_called = True
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.enter(call, module, args, kwargs)
         enclosing = None
         if thread_calls.stack and self.swapper is not None:
             enclosing = enclosing_swap(module)
             if enclosing is not None and enclosing.swapper is not self.swapper:
                 return None
-        return self.enter_with_inputs(self._inputs, call, module, args, kwargs, enclosing)
+        return self.enter_with_input_caster(
+            self._input_caster, call, module, args, kwargs, enclosing
+        )
 
-    def enter_with_inputs(
+    def enter_with_input_caster(
         self,
-        inputs: ModelInputs | None,
+        input_caster: InputCaster | None,
         call: Call,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
         enclosing: Swap | None = None,
     ) -> tuple[tuple, dict]:
-        """A call of the model or of a submodule begins.  Returns its arguments, cast.
+        """Enter a call of the model or of a submodule, with its `input_caster`.
 
-        `enclosing`: the swap of the forward in which the model calls itself.
+        Returns the cast arguments.  `enclosing`: the swap of an outer forward of the same model, if
+        this call is nested in one.
         """
         state, swapper = self._state, self.swapper
         casts = None
-        if inputs is not None:
+        if input_caster is not None:
             casts = InputCasts()
-            args, kwargs = inputs.cast(args, kwargs, casts)
-        policy = self.policy  # after the casts: inputs that stay FP32 replace it, and `swap_in` may
+            args, kwargs = input_caster.cast(args, kwargs, casts)
+        # Read it after the inputs are cast: an input that stays FP32 gives the model the policy for
+        # mixed dtypes, and so may `swap_in`.
+        policy = self.policy
         has_casts = casts is not None and (casts.tensors or casts.containers)
         if not (has_casts or swapper or policy or state.process_policy or thread_calls.stack):
             return args, kwargs
         state.enter(call, self)
         call.input_casts = casts
-        call.computes_in = None if self._submodules is None else self.in_dtype
+        call.compute_dtype = None if self._submodule_calls is None else self.in_dtype
         if swapper is not None and enclosing is None and not is_fx_traced(args, kwargs):
             swapper.swap_in(call, module)
             policy = self.policy
-            if inputs is self._inputs and call.swap is not None and self._submodules is not None:
-                call.removed_frames = self._submodules.frames  # the call is of the whole model
-                call.removed_frames.remove()
+            if (
+                input_caster is self._input_caster
+                and call.swap is not None
+                and self._submodule_calls is not None
+            ):
+                call.suspended_frames = self._submodule_calls.frames  # a call of the model itself
+                call.suspended_frames.suspend()
         if policy is None and swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(swapper.dtype)
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_user_block:
                 self._warn_of_user_block()
-            state.set_policy(call, *state.policy_of_forward(policy))
+            state.set_policy(call, *state.set_policy_args(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
@@ -331,27 +347,27 @@ class ManagedModel:
         return args, kwargs
 
     def exit(self, call: Call) -> None:
-        """A call has ended: write what it wrote into cast inputs into the caller's objects."""
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        """Exit a call: copy its in-place changes of cast inputs back to the caller's objects."""
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.exit(call)
-        if call.owner is not None:  # else `enter` has not put it on the stack
+        if call.owner is not None:  # otherwise the call is not on the stack
             self._state.exit(call)
         copies, casts = call.opened_copies, call.input_casts
         if copies is not None and copies.order is not None:
             copies.order.record(copies.used_weights)
         if casts is not None:
             call.input_casts = None
-            casts.write_back()
+            casts.write_changes_back()
 
     def convert_output(self, output: Any) -> Any:
         """The model's outputs, in the dtype that the code around the call wants."""
-        if self._state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if self._state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.convert_output(output)
         dtype = self.out_dtype
         if thread_calls.stack and self.properties.cast_model_outputs is None:
-            dtype = computes_in() or dtype
+            dtype = current_compute_dtype() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
@@ -359,46 +375,48 @@ class ManagedModel:
         dtype_errors.explain(error, self._why_half(), self._remedy(), self.held_functions.name_of)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call, where Dynamo traces it."""
+        """Run the whole call while Dynamo traces."""
         enclosing = (
             enclosing_swap(module) if thread_calls.stack and self.swapper is not None else None
         )
         if enclosing is not None and enclosing.swapper is not self.swapper:
             return forward(module, *args, **kwargs)
-        output = self.run_traced_with_inputs(self._inputs, forward, module, args, kwargs)
+        output = self.run_traced_with_input_caster(
+            self._input_caster, forward, module, args, kwargs
+        )
         return output if self.out_dtype is None else cast_tensors(output, self.out_dtype)
 
-    def run_traced_with_inputs(
+    def run_traced_with_input_caster(
         self,
-        inputs: ModelInputs | None,
+        input_caster: InputCaster | None,
         forward: Callable,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """As `enter_with_inputs`, then the forward.
+        """Like `enter_with_input_caster`, then the forward and the exit.
 
-        It sets few attributes, because strict export warns of each.
+        Sets as few attributes as possible: strict export warns about every attribute set.
         """
         state, policy = self._state, self.policy
         sets_policy = True
         slots = None
-        if inputs is not None:
-            args, kwargs = inputs.cast(args, kwargs, None)
+        if input_caster is not None:
+            args, kwargs = input_caster.cast(args, kwargs, None)
         if self.swapper is not None and not is_fx_traced(args, kwargs):
             slots = self.swapper.swap_in_traced(module)
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, sets_policy = state.policy_of_forward(policy)
-        if slots is None and (policy is INHERIT or policy is state.current()):
+            policy, _, sets_policy = state.set_policy_args(policy)
+        if slots is None and (policy is INHERIT or policy is state.current_policy()):
             return forward(module, *args, **kwargs)
         call = Call()
-        call.is_traced = True
+        call.is_dynamo_traced = True
         try:
             state.enter(call, self)
             call.traced_swap = slots
-            call.computes_in = None if self._submodules is None else self.in_dtype
+            call.compute_dtype = None if self._submodule_calls is None else self.in_dtype
             state.set_policy(call, policy, (), sets_policy)
             return forward(module, *args, **kwargs)
         finally:
@@ -407,8 +425,9 @@ class ManagedModel:
     def warn_of_lost_frame(self, trained: Iterable[Tensor]) -> None:
         """Warn once that the model is not cast any more, if its own frame is not called any more.
 
-        The script has replaced `forward`, and a `scale_loss` block for the parameters `trained`
-        begins.  A new `forward` that calls the frame still casts, and sets `_was_called`.
+        Called when a `scale_loss` block begins and `model.forward` is no longer the frame.
+        `trained`: the parameters of the block's optimizers.  If the new `forward` calls the frame,
+        `_was_called` is set and nothing is logged.
         """
         if set(map(id, trained)).isdisjoint(map(id, self.model.parameters())):
             return
@@ -429,10 +448,10 @@ class ManagedModel:
             return
         self._has_warned_of_user_block = True
         logger.warning(
-            "%s is called in a block of ampatch.disable_casts() or ampatch.precision(). The block "
-            "changes casts of calls only; at %s weights and inputs are half, so it has no effect. "
-            "For a forward in FP32: ampatch.unwrap(model)(...). For submodules in FP32: "
-            'overrides={"name.of.the.module": "float"}.',
+            "%s is called inside ampatch.disable_casts() or ampatch.precision(). These blocks "
+            "change only the casts of function calls; at %s the model's weights and inputs are "
+            "half, so the block has no effect. For a forward in FP32: ampatch.unwrap(model)(...). "
+            'For submodules in FP32: overrides={"name.of.the.module": "float"}.',
             type(self.model).__name__,
             self.properties.opt_level,
         )
@@ -441,18 +460,18 @@ class ManagedModel:
     def in_step(self) -> Iterator[None]:
         """Context manager for a framework's step, which calls submodules outside of forwards.
 
-        It changes nothing for a model that is not half.
+        Does nothing for a model that is not half.
         """
-        if self._submodules is None:
+        if self._submodule_calls is None:
             yield
             return
         call = Call()
         try:
             self._state.enter(call, self)
-            call.results_in = self.out_dtype
+            call.step_output_dtype = self.out_dtype
             yield
         finally:
-            self._state.remove(call)
+            self._state.exit_out_of_order(call)
 
     def _why_half(self) -> str:
         name, level = type(self.model).__name__, self.properties.opt_level
@@ -463,16 +482,16 @@ class ManagedModel:
     def _remedy(self) -> str:
         if self.policy is not None:
             return (
-                "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
-                'ampatch.precision("float").'
+                "run the call that produced the half tensor in FP32: see `overrides=` of "
+                'ampatch.initialize and ampatch.precision("float").'
             )
         return (
             'keep the module in FP32: overrides={"name.of.the.module": "float"} of '
-            "ampatch.initialize; or take O1, which computes what has no kernel for half in FP32."
+            "ampatch.initialize; or use O1, which runs operators without a half kernel in FP32."
         )
 
     def _record_device(self, devices: set[str]) -> None:
-        """Cast on the device of the model, which may have moved since the last call."""
+        """Add the device of the model, which may have moved since the last call, to `devices`."""
         parameter = next(self.model.parameters(), None)
         if parameter is not None:
             devices.add(parameter.device.type)

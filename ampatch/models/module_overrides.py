@@ -1,6 +1,6 @@
-"""Which submodules run in another precision than their model, and what casts for them.
+"""Submodules that run in another precision than their model: which they are, and their casts.
 
-If several keys of `overrides` name a module, the last of them wins.
+If several keys of `overrides` name a module, the last key wins.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..casting.calls import Call, CastState, computes_in
-from ..casting.handlers import without_modes
+from ..casting.calls import Call, CastState, current_compute_dtype
+from ..casting.handlers import without_torch_function_modes
 from ..casting.policy import Policy
 from ..config.opt_levels import HALF_DTYPES, Properties
-from ..config.overrides import ModuleKey, named
+from ..config.overrides import ModuleKey, matching_paths
 from ..errors import AmpatchError
 from ..torch_private.modules import (
     BATCH_NORMS,
@@ -28,8 +28,8 @@ from ..torch_private.modules import (
     has_forward,
 )
 from ..torch_private.probes import current_backward_pass
-from ..torch_private.torch_functions import is_mode_on
-from .half_copy_slots import StaysFloat
+from ..torch_private.torch_functions import is_torch_function_mode_enabled
+from .half_copy_slots import StaysFP32
 from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
 
@@ -39,8 +39,8 @@ _NORM_NAMES = {norm.__name__ for norm in (*TORCH_BATCH_NORMS, *TORCH_INSTANCE_NO
 class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
-    Its results get the precision of the override around it, or `out_dtype` if there is none around
-    it (None: they are left as they are).  It is the `Scope` of the submodule's frame.
+    Its results are cast to the precision of the override around it; without one, to `out_dtype`,
+    unless that is None.  It is the `Scope` of the submodule's frame.
     """
 
     def __init__(
@@ -63,48 +63,52 @@ class ModuleOverride:
     def install(self) -> None:
         """Give the submodule its frame."""
         self._frame = OwnFrame(self.module, self)
-        self._frame.put()
+        self._frame.install()
 
     def uninstall(self) -> None:
         """Take the frame out."""
         if self._frame is not None:
-            self._frame.take_out()
+            self._frame.uninstall()
             self._frame = None
 
     def enter(self, call: Call, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The submodule is called."""
+        """Enter a call of the submodule: cast the inputs and set the policy."""
         state = self._state
-        if state.threads_in_modes and is_mode_on():
-            with without_modes():
+        if state.threads_in_function_modes and is_torch_function_mode_enabled():
+            with without_torch_function_modes():
                 return self.enter(call, module, args, kwargs)
         state.enter(call, self)
-        call.computes_in = self.dtype
+        call.compute_dtype = self.dtype
         if self._policy is not None:
             state.set_policy(call, self._policy, state.autocast_devices())
         return map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
 
     def exit(self, call: Call) -> None:
-        """The call has ended."""
+        """Exit the call."""
         self._state.exit(call)
 
     def convert_output(self, output: Any) -> Any:
-        """In the dtype that the code around the call wants."""
-        if self._state.threads_in_modes and not is_dynamo_compiling() and is_mode_on():
-            with without_modes():
+        """The submodule's outputs, in the dtype that the code around the call wants."""
+        if (
+            self._state.threads_in_function_modes
+            and not is_dynamo_compiling()
+            and is_torch_function_mode_enabled()
+        ):
+            with without_torch_function_modes():
                 return self.convert_output(output)
         dtype = self._result_dtype()
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
-        """Nothing: the model around the submodule explains the error."""
+        """Do nothing: the model around the submodule explains the error."""
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call, where Dynamo traces it."""
+        """Run the whole call while Dynamo traces."""
         call = Call()
-        call.is_traced = True
+        call.is_dynamo_traced = True
         try:
             self._state.enter(call, self)
-            call.computes_in = self.dtype
+            call.compute_dtype = self.dtype
             if self._policy is not None:
                 self._state.set_policy(call, self._policy)
             args, kwargs = map_tensors(args, self._cast_in), map_tensors(kwargs, self._cast_in)
@@ -114,19 +118,19 @@ class ModuleOverride:
         return self.convert_output(output)
 
     def _result_dtype(self) -> torch.dtype | None:
-        """The dtype that the code around this call wants; None: any."""
-        outer = computes_in()
+        """The dtype that the code around this call wants, or None for any dtype."""
+        outer = current_compute_dtype()
         if is_dynamo_compiling():
             return outer or self._out_dtype
         if outer is not None:
             self._last_dtype = outer
-        elif current_backward_pass() == -1:  # else a recompute, which repeats the forward's dtype
+        elif current_backward_pass() == -1:  # otherwise a recompute: it repeats the last dtype
             self._last_dtype = self._out_dtype
         return self._last_dtype
 
 
 def scripted_submodules(model: nn.Module) -> dict[str, nn.Module]:
-    """The TorchScript modules of a model, by name; not those inside others."""
+    """The TorchScript modules of a model, by name, except modules inside TorchScript modules."""
     scripted: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -141,8 +145,8 @@ def overridden_submodules(
 ) -> dict[nn.Module, str]:
     """The precision of each submodule that a key of `overrides` names.
 
-    A module without a forward (a list or dict of modules) is not called: a key that names it names
-    each module in it.  The class of the model may stand in front of a path (`"Net.gate"`).
+    A module without a forward (a list or dict of modules) is not called, so a key that names it
+    stands for each module in it.  A path may begin with the class of the model (`"Net.gate"`).
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     prefix = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
@@ -159,7 +163,9 @@ def overridden_submodules(
 def _named(key: ModuleKey, prefix: re.Pattern[str], submodules: dict[str, nn.Module]) -> set[str]:
     if isinstance(key, str):
         match = prefix.match(key)
-        return named(key, submodules) or (named(key[match.end() :], submodules) if match else set())
+        return matching_paths(key, submodules) or (
+            matching_paths(key[match.end() :], submodules) if match else set()
+        )
     return {name for name, module in submodules.items() if isinstance(module, key)}
 
 
@@ -171,23 +177,23 @@ def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]
 
 def precisions(
     model: nn.Module, overrides: list[tuple[ModuleKey, str]], properties: Properties
-) -> tuple[dict[nn.Module, str], StaysFloat]:
-    """The precisions of submodules that differ from their model's; which modules stay FP32.
+) -> tuple[dict[nn.Module, str], StaysFP32]:
+    """The precisions of overridden submodules; a predicate for modules that stay FP32.
 
-    `overrides` name them.  In half models InstanceNorm with running statistics stays FP32 too (on
-    half input its kernel loses updates of these), and so does the parametrization `orthogonal`
-    (torch has no half kernels of its functions; those of `matrix_exp` on the CPU give inf and NaN).
+    In half models two kinds of modules stay FP32 without an override: InstanceNorm with running
+    statistics (on half input its kernel loses updates of the statistics), and the parametrization
+    `orthogonal` (its functions have no half kernels, or give inf and NaN: `matrix_exp` on the CPU).
     """
     precision_of = overridden_submodules(model, overrides)
     if properties.uses_half_copies:
         _refuse_scripted_submodules(model, properties)
     is_half = properties.cast_model_type in HALF_DTYPES
     for module in model.modules():
-        is_norm = isinstance(module, INSTANCE_NORMS) and has_statistics(module)
+        is_norm = isinstance(module, INSTANCE_NORMS) and is_batch_or_instance_norm(module)
         is_kept = is_norm and properties.keeps_norms and module is not model
         if is_kept or (is_half and isinstance(module, ORTHOGONAL_MAPS)):
             precision_of.setdefault(module, "float")
-    return precision_of, _stays_float(model, properties, precision_of)
+    return precision_of, _make_stays_fp32(model, properties, precision_of)
 
 
 def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> None:
@@ -195,37 +201,40 @@ def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> Non
         if any(parameter.dtype is torch.float32 for parameter in scripted.parameters()):
             path = f"{type(model).__name__}.{name}" if name else type(model).__name__
             raise AmpatchError(
-                f"{path} is TorchScript, which keeps its FP32 weights where no half copies can "
-                "stand in for them. Nothing was changed. "
-                f"opt_level={properties.opt_level!r} needs it unscripted: compile the model by "
-                "torch.compile, or record the whole by torch.jit.trace after initialize. "
-                'opt_level="O1" takes it as it is.'
+                f"{path} is TorchScript. ampatch cannot put half copies of its FP32 weights into "
+                "it. Nothing was changed. "
+                f"opt_level={properties.opt_level!r} needs it unscripted: compile the model with "
+                "torch.compile, or trace the whole model with torch.jit.trace after initialize. "
+                'opt_level="O1" works with it as it is.'
             )
 
 
-def _stays_float(
+def _make_stays_fp32(
     model: nn.Module, properties: Properties, precision_of: dict[nn.Module, str]
-) -> StaysFloat:
-    """A predicate: whether a module keeps FP32 weights in a half model."""
-    floats: set[nn.Module] = set()
-    for module in model.modules():  # from the outside inwards
+) -> StaysFP32:
+    """A predicate for modules: whether a module computes with FP32 weights in a half model."""
+    fp32_modules: set[nn.Module] = set()
+    for module in model.modules():  # outer modules first
         if precision_of.get(module) == "float":
-            floats.update(module.modules())
+            fp32_modules.update(module.modules())
         elif precision_of.get(module) == "half":
-            floats.difference_update(module.modules())
+            fp32_modules.difference_update(module.modules())
     keeps_norms, at_o2 = properties.keeps_norms, properties.uses_half_copies
     return lambda module: (
-        module in floats
+        module in fp32_modules
         or (
-            keeps_norms and has_statistics(module) and (at_o2 or precision_of.get(module) != "half")
+            keeps_norms
+            and is_batch_or_instance_norm(module)
+            and (at_o2 or precision_of.get(module) != "half")
         )
     )
 
 
-def has_statistics(module: nn.Module) -> bool:
-    """Whether `keep_batchnorm_fp32` is about this module.
+def is_batch_or_instance_norm(module: nn.Module) -> bool:
+    """Whether `keep_batchnorm_fp32` applies to this module.
 
-    It is about BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted ones.
+    It applies to BatchNorm, SyncBatchNorm, InstanceNorm with running statistics, and scripted norms
+    with running statistics.
     """
     if isinstance(module, torch.jit.ScriptModule):
         is_norm = module.original_name in _NORM_NAMES
@@ -235,11 +244,11 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORMS)
 
 
-def has_float_buffers(model: nn.Module, stays_float: StaysFloat) -> bool:
-    """Whether half submodules of a half model have FP32 buffers with a dimension."""
+def has_fp32_buffers(model: nn.Module, stays_fp32: StaysFP32) -> bool:
+    """Whether submodules that compute in half have FP32 buffers with at least one dimension."""
     return any(
         buffer.dtype is torch.float32 and buffer.dim()
         for module in model.modules()
-        if not stays_float(module)
+        if not stays_fp32(module)
         for buffer in module.buffers(recurse=False)
     )

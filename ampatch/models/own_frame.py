@@ -2,17 +2,19 @@
 
 It is a bound method of the module and calls the `forward` of the class.  `model(x)` and
 `model.forward(x)` both run it.  So each call has a Python frame of ampatch, whose `try` exits the
-call, whatever exception passes.  A `Scope` says what is done around the call: `ManagedModel`,
-`ModuleOverride` or `SubmoduleCalls`.  No other file knows the attribute `forward`.
+call whatever exception is raised.  A `Scope` does the work around the call: `ManagedModel`,
+`ModuleOverride` or `SubmoduleCalls`.  No other file reads or sets the attribute `forward` of
+modules.
 
 A module may have several frames, one around the other.  Deep copies, pickles, scripted modules and
-copies of the attributes have none.  `copy.copy(module)` has frames of its own with the same scopes,
-and a replica of `nn.DataParallel` has those of its module.  If the script sets another `forward`
-later, that stays.  Calls of it are cast if it calls the earlier one, as accelerate's does.
+copies of the attributes have no frames.  `copy.copy(module)` has its own frames with the same
+scopes, and a replica of `nn.DataParallel` has the frames of its module.  If the script sets another
+`forward` later, ampatch keeps it.  Its calls are cast if it calls the frame, as accelerate's
+wrapper does.
 
-torch.compile runs the frame eagerly, and compiles what the frame calls.  The `forward` of torch's
-own modules is an exception: Dynamo compiles it only as part of a caller that is not torch's, so the
-frame of such a module is traced too.  It has a code object of its own, because Dynamo compiles one
+torch.compile runs the frame eagerly, and compiles the `forward` inside it.  Modules of torch itself
+are an exception: Dynamo compiles their `forward` only as part of a caller that is not torch's, so
+their frames are traced too.  Each such frame has its own code object, because Dynamo compiles a
 code object only a few times.
 """
 
@@ -44,11 +46,12 @@ _MISSING = object()
 
 
 class _Attributes(dict[str, Any]):
-    """`vars` of a module with frames.  Looking up a name finds them; iterating over all does not.
+    """The `__dict__` of a module that has frames.
 
-    So code that copies the attributes gets those of a plain module: `clone.__dict__ =
-    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  In a clone the bound
-    method would call the original module, and a deep copy would copy that module too.
+    A lookup by name returns the frames; iteration and copies return the attributes of a plain
+    module.  So code that copies attributes makes plain modules: `clone.__dict__ =
+    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  A copied frame would
+    call the original module, and a deep copy of it would copy that module too.
     """
 
     __slots__ = ()
@@ -64,7 +67,7 @@ class _Attributes(dict[str, Any]):
 
     __copy__ = copy
 
-    def __iter__(self) -> Iterator[str]:  # without it `dict(attributes)` does not ask for keys
+    def __iter__(self) -> Iterator[str]:  # makes `dict(attributes)` call `keys`
         return iter(self.copy())
 
     keys = property(lambda self: self.copy().keys)
@@ -74,45 +77,46 @@ class _Attributes(dict[str, Any]):
     def __deepcopy__(self, memo: dict) -> dict[str, Any]:
         return deepcopy(self.copy(), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:  # a class that `weights_only` knows
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # OrderedDict is allowed by torch.load(weights_only=True).
         return OrderedDict, (), None, None, iter(self.items())
 
 
 class Scope(Protocol):
-    """What is done around the calls of modules."""
+    """The work around the calls of modules with frames."""
 
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """A call begins.  Returns the forward's arguments; None: the forward runs as it is."""
+        """Enter a call.  Returns the forward's arguments, or None to run the forward alone."""
 
     def exit(self, call: Call) -> None:
-        """The call has ended, or `enter` has failed.  May be called again."""
+        """Exit a call, also after an `enter` that has raised.  May be called again."""
 
     def convert_output(self, output: Any) -> Any:
-        """What the call returns if the forward has returned `output`."""
+        """The result of the call, for the `output` of the forward."""
 
     def on_error(self, error: BaseException) -> None:
-        """The call raises `error`."""
+        """Called before the call raises `error`."""
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """The whole call where Dynamo traces it; `forward` takes the module and the arguments."""
+        """Run the whole call while Dynamo traces; `forward` takes the module and the arguments."""
 
 
 class OwnFrame:
-    """The `forward` of one module, from `put` to `take_out`."""
+    """The `forward` that ampatch sets in one module, from `install` to `uninstall`."""
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         self.module: nn.Module | None = module
         self.scope: Scope | None = scope
         self.previous: Any = _MISSING  # the instance's `forward` before this frame
-        self.inner: Callable | None = None  # what the frame calls: see `_inner_forward`
-        self.method: Any = _MISSING  # the instance's `forward` now
-        # The frames of the module's copies that `copy.copy` made.
+        self.inner: Callable | None = None  # the function that the frame calls: `_inner_forward`
+        self.method: Any = _MISSING  # the frame as a bound method, the instance's `forward`
+        # The frames of copies of the module that `copy.copy` made.
         self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
-    def put(self) -> None:
-        """Set the module's `forward` to the frame, around the present one."""
+    def install(self) -> None:
+        """Set the module's `forward` to the frame, around the present `forward`."""
         module: Any = self.module
         attributes = _attributes_of(module)
         frames = attributes[_FRAMES] = attributes.get(_FRAMES) or []
@@ -122,12 +126,12 @@ class OwnFrame:
         else:
             self.inner = _inner_forward(module, self.previous)
         self.method = _frame_method(self, module)
-        frames.append(self)  # first: Ctrl-C may strike at any moment
+        frames.append(self)  # before the next line: KeyboardInterrupt may be raised anywhere
         attributes[_FORWARD] = self.method
 
-    def put_on_model(self, level: str) -> None:
-        """As `put`.  Raises `AmpatchError` where Python would not call the frame."""
-        self.put()
+    def install_on_model(self, level: str) -> None:
+        """Like `install`, but raises `AmpatchError` if Python would not call the frame."""
+        self.install()
         cls = type(self.module)
         if isinstance(inspect.getattr_static(cls, _FORWARD, None), property):
             raise AmpatchError(
@@ -140,24 +144,26 @@ class OwnFrame:
         """Whether `module.forward` is this frame."""
         return self.module is not None and vars(self.module).get(_FORWARD) is self.method
 
-    def take_out(self) -> None:
-        """Set the module's previous `forward` again.  A `forward` that the script has set stays.
+    def uninstall(self) -> None:
+        """Take the frame out for good: restore the previous `forward`, if the script set no other.
 
-        Code that has kept the frame's method calls the previous `forward` through it.
+        Other code that still calls the frame's method then runs the previous `forward`.
         """
         self.scope = None
         for frame in list(self.frames_of_copies):
-            frame.take_out()
+            frame.uninstall()
         if (module := self.module) is None:
             return
         attributes = vars(module)
         frames = attributes.get(_FRAMES)
-        while frames and frames[-1].scope is None:  # also those taken out while inside another
+        # Also removes frames that were taken out while they were inside another frame.
+        while frames and frames[-1].scope is None:
             last = frames[-1]
             if last.is_installed():
                 _set_forward(attributes, last.previous)
             frames.pop()
-            last.module = last.method = None  # else a cycle would keep the weights alive
+            # Break the cycle module -> frame -> module, which would keep the weights alive.
+            last.module = last.method = None
         if not frames and isinstance(attributes, _Attributes):
             object.__setattr__(module, "__dict__", attributes.copy())
 
@@ -171,11 +177,12 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scope, inner = frame.scope, frame.inner or type(self).forward
-        if scope is None:  # the frame was taken out, and the script has kept its method
+        if scope is None:  # the frame was taken out, but the script still has its method
             return inner(self, *args, **kwargs)
         if is_dynamo_compiling():
             return scope.run_traced(inner, self, args, kwargs)
-        if self.__dict__.get(_FRAMES) is None:  # a copy, whose `forward` a library has wrapped
+        # `self` is a copy without frames: a library has copied and wrapped this forward.
+        if self.__dict__.get(_FRAMES) is None:
             return inner(self, *args, **kwargs)
         call = Call()
         try:
@@ -188,7 +195,7 @@ def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
             finally:
                 scope.exit(call)
         except BaseException as error:
-            scope.exit(call)  # again: Ctrl-C may have struck in the first
+            scope.exit(call)  # exit again: KeyboardInterrupt may have interrupted the first exit
             scope.on_error(error)
             raise
         return scope.convert_output(output)
@@ -204,16 +211,18 @@ def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
         )
     if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
         forward.__code__ = forward.__code__.replace()
-    # accelerate makes a method of `__wrapped__`: a function with the same code keeps the casts.
+    # accelerate binds `forward.__wrapped__` as a method.  A second function with this code object
+    # keeps the casts there.
     wrapped = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
     forward.__wrapped__ = wrapped  # type: ignore[attr-defined]
     return MethodType(forward, module)
 
 
 def _inner_forward(module: nn.Module, previous: Any) -> Callable | None:
-    """What the frame calls, with the module and the arguments.  None: the `forward` of the class.
+    """The function that the frame calls with the module and the arguments.
 
-    The frame looks up that one at each call, because that of `nn.Embedding` is replaced later.
+    Returns None for the `forward` of the class.  The frame looks up the class's `forward` at each
+    call, because ampatch replaces `nn.Embedding.forward` later.
     """
     if previous is not _MISSING:
         return lambda self, *args, **kwargs: previous(*args, **kwargs)
@@ -222,11 +231,11 @@ def _inner_forward(module: nn.Module, previous: Any) -> Callable | None:
 
 
 def _call_forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the `forward` of a class that defines it as something else than a plain function."""
+    """Call the `forward` of a class in which it is not a plain function."""
     cls: Any = type(module)
     try:
         forward = inspect.getattr_static(cls, _FORWARD).__get__(module, cls)
-    except AttributeError:  # a TorchScript module gives it by `__getattr__`
+    except AttributeError:  # a TorchScript module has `forward` only through `__getattr__`
         forward = cls.__getattr__(module, _FORWARD)
     return forward(*args, **kwargs)
 
@@ -239,33 +248,34 @@ def _set_forward(attributes: dict[str, Any], forward: Any) -> None:
 
 
 class SubmoduleFrames:
-    """The frames of a model's submodules, which are out while the model's own forward runs.
+    """The frames of a model's submodules, which are suspended while the model's own forward runs.
 
-    Frames that stayed in would slow each submodule's call and hide submodules from Dynamo, and
-    submodules that other threads compute would begin calls of their own.
+    Otherwise they would slow each submodule's call and hide submodules from Dynamo, and submodules
+    that other threads compute would enter calls of their own.
     """
 
     def __init__(self) -> None:
         self._frames: list[OwnFrame] = []
-        self._attributes: list[dict[str, Any]] = []  # `vars` of modules without another `forward`
-        self._methods: list[Any] = []  # the frames' methods in these modules
+        # The `__dict__` of each module without another `forward`, and the frame's method there.
+        self._attributes: list[dict[str, Any]] = []
+        self._methods: list[Any] = []
 
-    def install(self, modules: Collection[nn.Module], scope: Scope) -> None:
-        """Give frames to these modules, and take out for good the frames of all others."""
+    def set_modules(self, modules: Collection[nn.Module], scope: Scope) -> None:
+        """Give frames to exactly these modules; all others lose theirs."""
         for frame in self._frames:
             if frame.module not in modules:
-                frame.take_out()
+                frame.uninstall()
         self._frames = [frame for frame in self._frames if frame.scope is not None]
         for module in set(modules) - {frame.module for frame in self._frames}:
             frame = OwnFrame(module, scope)
             self._frames.append(frame)
-            frame.put()
+            frame.install()
         plain = [frame for frame in self._frames if frame.previous is _MISSING]
         self._attributes = [vars(frame.module) for frame in plain]
         self._methods = [frame.method for frame in plain]
 
-    def remove(self) -> None:
-        """Take the frames out, until `put_back`.  Those inside a later `forward` or frame stay."""
+    def suspend(self) -> None:
+        """Take the frames out until `resume`, except frames inside a later `forward` or frame."""
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
@@ -274,8 +284,8 @@ class SubmoduleFrames:
         else:
             deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
 
-    def put_back(self) -> None:
-        """The model's forward has ended: put the frames back.  May be called again."""
+    def resume(self) -> None:
+        """Put the frames back when the model's forward ends.  May be called again."""
         if len(self._attributes) == len(self._frames):
             deque(map(dict.setdefault, self._attributes, repeat(_FORWARD), self._methods), maxlen=0)
             return
@@ -285,17 +295,17 @@ class SubmoduleFrames:
                 attributes[_FORWARD] = frame.method
 
 
-# Copies
+# Copies of modules
 
 
-def _outermost(module: nn.Module) -> OwnFrame | None:
-    """The outermost frame of a module, if `forward` is that frame."""
+def _installed_frame(module: nn.Module) -> OwnFrame | None:
+    """The outermost frame of a module, or None if the module's `forward` is not that frame."""
     frames = vars(module).get(_FRAMES)
     return frames[-1] if frames and frames[-1].is_installed() else None
 
 
-def copying_methods() -> list[Patch]:
-    """The replaced methods of `nn.Module` that copy: shallow copies and replicas get frames."""
+def copy_patches() -> list[Patch]:
+    """The patches of `nn.Module`'s methods that copy: shallow copies and replicas get frames."""
 
     def shallow(original: Any) -> Callable:
         def __copy__(self: nn.Module) -> Any:
@@ -306,11 +316,11 @@ def copying_methods() -> list[Patch]:
             copied = make(*args)
             if state and state[0] is not None:
                 copied.__setstate__(state[0])
-            if _outermost(self) is not None and vars(copied) is not vars(self):
+            if _installed_frame(self) is not None and vars(copied) is not vars(self):
                 for frame in vars(self)[_FRAMES]:
                     new_frame = OwnFrame(copied, frame.scope)
                     frame.frames_of_copies.add(new_frame)
-                    new_frame.put()
+                    new_frame.install()
             return copied
 
         return __copy__
@@ -319,10 +329,10 @@ def copying_methods() -> list[Patch]:
         @functools.wraps(original)
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
-            if (frame := _outermost(self)) is not None:
+            if (frame := _installed_frame(self)) is not None:
                 attributes = _attributes_of(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
-                # A bound method would be a cycle, and keep the weights until Python collects it.
+                # A bound method would make a reference cycle, which keeps the weights in memory.
                 forward, ref = frame.method.__func__, weakref.ref(replica)
                 attributes[_FORWARD] = lambda *args, **kwargs: forward(ref(), *args, **kwargs)
             return replica
@@ -336,7 +346,7 @@ def copying_methods() -> list[Patch]:
 
 @contextlib.contextmanager
 def without_frames(root: nn.Module) -> Iterator[None]:
-    """Context manager: `root` and its submodules have no frames, for code that compiles them."""
+    """Context manager that takes the frames of `root` and its submodules out, for `jit.script`."""
     framed = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
     forwards = [attributes.get(_FORWARD, _MISSING) for attributes in framed]
     try:

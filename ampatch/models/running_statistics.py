@@ -1,9 +1,9 @@
-"""BatchNorm's running statistics, put back where a forward has overflowed.
+"""Restores running statistics of batch norms that overflowed in a forward.
 
-An inf in a norm's input makes its running statistics inf or NaN, and they stay so: the step that is
-skipped leaves the weights alone, but every evaluation after it is NaN.  So after a skipped step
-values that are inf or NaN are replaced by those after the step before, or by those loaded since.
-Statistics that stayed finite are kept, as torch.amp keeps them, and so is the count of batches.
+An inf in a norm's input makes its running statistics inf or NaN for good: the skipped step does not
+change the weights, but every evaluation after it is NaN.  So after a skipped step, values that are
+inf or NaN are replaced by the values after the last step, or by values loaded since then.
+Statistics that are finite are kept, as torch.amp keeps them, and so is the count of batches.
 
 The values are recorded after each step, not around the forward: submodules may be called by
 themselves, and compiled.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..torch_private import foreach
 
-# The originals, bound before any patch: reports would count calls of patches as the script's calls.
+# The originals, bound before any patch: cast reports count calls of patches as calls of the script.
 _cat = torch.cat
 _sub = torch.sub
 _logical_or = torch.logical_or
@@ -34,18 +34,18 @@ class RunningStatistics:
         self._norms = [weakref.ref(norm) for norm in norms]
         self._record()
 
-    def loaded(self, root: nn.Module) -> None:
-        """Values were loaded into a module."""
+    def on_load(self, root: nn.Module) -> None:
+        """Record the statistics again, after values were loaded into `root`."""
         norms = [norm() for norm in self._norms]
         if any(module is norm for module in root.modules() for norm in norms):
             self._record()
 
     def _record(self) -> None:
-        self._groups = self._grouped()
+        self._groups = self._group_buffers()
         self._recorded = [_cat(buffers) for buffers in self._groups]
 
-    def _grouped(self) -> list[list[Tensor]]:
-        """The buffers, in lists of one device and dtype."""
+    def _group_buffers(self) -> list[list[Tensor]]:
+        """The buffers, in one list per device and dtype."""
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for norm in self._norms:
             for buffer in _statistics(norm()):
@@ -53,24 +53,28 @@ class RunningStatistics:
         return list(groups.values())
 
     def after_step(self, skipped: bool | Tensor) -> None:
-        """A step was taken or skipped; if `skipped` is a tensor, nothing waits for its value."""
+        """After a step, skipped or not: restore statistics if it was skipped, and record them.
+
+        Does not synchronize, even if `skipped` is a tensor.
+        """
         first = getattr(self._norms[0](), "running_mean", None)
-        if type(first) is Tensor and first is not self._groups[0][0]:  # the model has moved
-            self._groups = self._grouped()
+        if type(first) is Tensor and first is not self._groups[0][0]:  # the model was moved
+            self._groups = self._group_buffers()
             if len(self._groups) != len(self._recorded):
                 self._record()
         for index, buffers in enumerate(self._groups):
             now = _cat(buffers)
-            is_finite = _logical_not(_sub(now, now))  # not NaN: two kernels, isfinite has four
+            is_finite = _logical_not(_sub(now, now))  # two kernels; isfinite has four
+            # Instead of inf or NaN, the value that was recorded before.
             finite = _where(is_finite, now, self._recorded[index].to(now))
-            self._recorded[index] = finite  # instead of inf or NaN the value recorded before
+            self._recorded[index] = finite
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):
                 stays = _logical_or(is_finite, _logical_not(skipped.to(now.device)))
                 finite = _where(stays, now, finite)
             values = finite.split([buffer.numel() for buffer in buffers])
-            # `.data`: a graph that waits for its backward pass may hold the buffers
+            # Through `.data`, because a graph whose backward pass comes later may need the buffers.
             foreach.copy_([buffer.data for buffer in buffers], list(values))
 
 
@@ -80,6 +84,6 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _statistics(module: Any) -> list[Tensor]:
-    """The running mean and variance of a norm; of another module, or of none, an empty list."""
+    """The running mean and variance of a norm; an empty list if `module` is no norm."""
     values = [getattr(module, name, None) for name in ("running_mean", "running_var")]
     return [value for value in values if type(value) is Tensor and value.dim() == 1]

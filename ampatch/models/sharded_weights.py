@@ -1,8 +1,9 @@
 """The weights of a model that FSDP2 (`fully_shard`) has sharded, under the model's opt level.
 
-A model whose parameters are FP32 shards *is* at O2: the optimizer steps on the shards, and FSDP2
-gathers them, computes and sends them in half, by the `MixedPrecisionPolicy` that the user gives it.
-ampatch changes neither policies nor shards; it refuses those that contradict the level.
+A model whose parameters are FP32 shards *is* at O2: the optimizer steps on the shards.  FSDP2
+gathers the parameters and computes in half, by the `MixedPrecisionPolicy` that the user gives it.
+ampatch changes neither policies nor shards; it refuses policies and shards that contradict the opt
+level.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError
 from ..torch_private.sharding import Sharded, Sharding, shardings
-from .half_copy_slots import StaysFloat
+from .half_copy_slots import StaysFP32
 
 
 def sharded_parameters(model: nn.Module) -> set[int]:
@@ -23,12 +24,14 @@ def sharded_parameters(model: nn.Module) -> set[int]:
     }
 
 
-def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysFloat) -> set[int]:
-    """As `sharded_parameters`.  Raises `AmpatchError` where FSDP2 contradicts the opt level.
+def checked_sharded_parameters(
+    model: nn.Module, properties: Properties, stays_fp32: StaysFP32
+) -> set[int]:
+    """Like `sharded_parameters`, but raises `AmpatchError` if FSDP2 contradicts the opt level.
 
-    Shards must be FP32 at O0 and half at O3; at O2 both are allowed.  O0 computes in FP32.  Half
-    models compute in half, except modules that stay FP32 (batch norms, overrides) and submodules
-    whose policy says FP32.
+    Shards must be FP32 at O0 and half at O3; at O2 both are allowed.  FSDP2 must compute in FP32 at
+    O0, and in half at O2 and O3, except in modules that stay FP32 (batch norms, overrides) and in
+    submodules whose policy says FP32.
     """
     ids: set[int] = set()
     if properties.cast_model_type is None:
@@ -37,22 +40,22 @@ def checked_shards(model: nn.Module, properties: Properties, stays_float: StaysF
         for shard in sharding.sharded_params:
             ids.add(id(shard.parameter))
             if shard.parameter.dtype in (torch.float32, *HALF_DTYPES):
-                _refuse_storage(shard, properties, stays_float(shard.module))
+                _refuse_storage(shard, properties, stays_fp32(shard.module))
                 is_root = model in sharding.modules
-                _refuse_computation(shard, sharding, properties, stays_float, is_root)
+                _refuse_computation(shard, sharding, properties, stays_fp32, is_root)
     return ids
 
 
-def _refuse_storage(shard: Sharded, properties: Properties, is_float: bool) -> None:
+def _refuse_storage(shard: Sharded, properties: Properties, is_fp32: bool) -> None:
     half, dtype = properties.cast_model_type, shard.parameter.dtype
-    if properties.uses_half_copies or dtype is (torch.float32 if is_float else half):
+    if properties.uses_half_copies or dtype is (torch.float32 if is_fp32 else half):
         return
-    remedy = "model.float()" if half is torch.float32 or is_float else f"model.to({half})"
+    remedy = "model.float()" if half is torch.float32 or is_fp32 else f"model.to({half})"
     raise AmpatchError(
         f"ampatch: {_path(shard)} is sharded by fully_shard in {dtype}, and opt_level="
-        f"{properties.opt_level!r} trains it in {torch.float32 if is_float else half}, without "
+        f"{properties.opt_level!r} trains it in {torch.float32 if is_fp32 else half}, without "
         f"FP32 master weights. Call {remedy} before fully_shard"
-        + (', or use opt_level="O2".' if half in HALF_DTYPES and not is_float else ".")
+        + (', or use opt_level="O2".' if half in HALF_DTYPES and not is_fp32 else ".")
     )
 
 
@@ -60,12 +63,12 @@ def _refuse_computation(
     shard: Sharded,
     sharding: Sharding,
     properties: Properties,
-    stays_float: StaysFloat,
+    stays_fp32: StaysFP32,
     is_root: bool,
 ) -> None:
     half, policy = properties.cast_model_type, sharding.policy
     dtype = policy.param_dtype or shard.parameter.dtype
-    if stays_float(shard.module):
+    if stays_fp32(shard.module):
         if dtype is torch.float32:
             return
         class_name = type(shard.module).__name__

@@ -1,4 +1,4 @@
-"""Values that go into and out of a half model's forward, with the tensors in them cast."""
+"""Casts the tensors in nested values: the inputs and outputs of a half model's forward."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..casting.rules import CASTABLE
 from ..torch_private.dtensors import local_of
-from ..torch_private.torch_functions import unhandled
+from ..torch_private.torch_functions import no_torch_function
 
 
 def map_tensors(value: Any, convert: Callable[[Any], Any], copies: list | None = None) -> Any:
     """`value` with `convert` applied to each tensor in it; container types are kept.
 
     Looks into mappings (`ModelOutput`-like ones too), lists, tuples, namedtuples and dataclasses;
-    anything else is returned as it is, and so is a container in which nothing changed.
-    `copies` gets an entry for each list and mutable mapping that is copied: the original, the copy,
-    and another copy of its items.
+    any other value is returned unchanged, and so is a container in which nothing changed.
+    `copies` gets an entry for each list and mutable mapping that is copied: the original, its copy,
+    and the converted items that the copy was made of.
     """
     if isinstance(value, Tensor):
         return convert(value)
@@ -60,7 +60,7 @@ def _with_items(value: Any, items: dict) -> Any:
         return type(value)(items)
     try:
         mapped = copy.copy(value)
-    except TypeError:  # a copy calls the constructor, which may need more arguments
+    except TypeError:  # `copy.copy` calls the constructor, which may need more arguments
         mapped = type(value).__new__(type(value))
         vars(mapped).update(vars(value))
     for key, item in items.items():
@@ -76,12 +76,12 @@ def _map_dataclass(value: Any, convert: Callable, copies: list | None) -> Any:
         return value
     mapped = copy.copy(value)
     for name, item in items.items():
-        object.__setattr__(mapped, name, item)  # it may be frozen
+        object.__setattr__(mapped, name, item)  # the dataclass may be frozen
     return mapped
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """The tensors in what `map_tensors` looks into, in order."""
+    """The tensors in a nested value, in the order of `map_tensors`."""
     tensors: list[Tensor] = []
 
     def record(tensor: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def tensors_within(value: Any) -> list[Tensor]:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Converts FP32 and half tensors to `dtype` and leaves the others alone."""
+    """A function that converts FP32 and half tensors to `dtype` and returns other tensors as is."""
 
     def convert(tensor: Any) -> Any:
         return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
@@ -106,7 +106,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is Tensor:
         current = value.dtype
         return value.to(dtype) if current is not dtype and current in CASTABLE else value
-    # A tensor and its cast, by the tensor's id.  A freed tensor's id might come again.
+    # By a tensor's id: the tensor and its cast.  The reference keeps the id from being reused.
     casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def convert_once(tensor: Tensor) -> Tensor:
@@ -123,35 +123,37 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 def half_cannot_hold(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether FP32 `values` would be lost in `dtype`, not merely rounded.
 
-    Lost are finite values that overflow, and integers that `dtype` cannot count.  Waits for the
-    device.  Tensors on "meta" have no values to lose.
+    Finite values that overflow are lost, and integers above those that `dtype` counts exactly.
+    Synchronizes with the device.  Tensors on "meta" have no values to lose.
     """
-    numbers = numbers_of(values)
-    if numbers is None:
+    plain = values_of(values)
+    if plain is None:
         return False
-    large = numbers[numbers.isfinite() & (numbers.abs() >= 2 / torch.finfo(dtype).eps)]
+    large = plain[plain.isfinite() & (plain.abs() >= 2 / torch.finfo(dtype).eps)]
     are_integers = bool((large == large.round()).all())
-    rounded = large.to(dtype).to(numbers.dtype)
+    rounded = large.to(dtype).to(plain.dtype)
     return bool(rounded.isinf().any()) or (are_integers and bool((rounded != large).any()))
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether the numbers stand in memory by strides; not those of sparse and nested tensors."""
+    """Whether the tensor is strided and not nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def numbers_of(tensor: Tensor) -> Tensor | None:
-    """The numbers that a tensor of any kind consists of, without a graph; None: it has none.
+def values_of(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor as one detached plain tensor.
 
-    Those of sparse and nested tensors, of subclasses, and this rank's of a DTensor.
+    None if it has no values (a meta tensor or a wrapper subclass).  Of a sparse or nested tensor
+    these are its `values()`, of a DTensor the values of the local tensor.  A subclass is viewed as
+    a plain tensor.
     """
     if type(tensor) is not Tensor:
-        with unhandled():
-            return _plain_numbers(tensor)
-    return _plain_numbers(tensor)
+        with no_torch_function():
+            return _plain_values(tensor)
+    return _plain_values(tensor)
 
 
-def _plain_numbers(tensor: Tensor) -> Tensor | None:
+def _plain_values(tensor: Tensor) -> Tensor | None:
     if tensor.is_meta:
         return None
     tensor = local_of(tensor)

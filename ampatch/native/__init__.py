@@ -3,9 +3,9 @@
 ampatch is complete without it.  `ampatch build`, and `ampatch run` and `ampatch sweep` before their
 first trial, compile it.  `import ampatch` loads a build that matches and compiles nothing.
 `part` is the loaded module, or None; `status()` says which, and why.  Each C++ function has a twin
-in Python, which names it ("In C++: ..."), as it names its twin ("In Python: ...").
+in Python.  Both name each other ("In C++: ...", "In Python: ...").
 
-A leaf: it knows the environment, the log and torch.  Where to look first:
+A leaf: it imports the environment, the log and torch.  Where to look first:
 
 * which build matches, where it lies, and the message when there is none: `loading`;
 * what a build needs, and how it is compiled: `building`, and in its own process `in_child`.
@@ -25,7 +25,7 @@ __all__ = ["Status", "log_gain_of_a_build", "missing", "part", "record_failure",
 part, _status = load()
 
 GIVES = "1.15"
-"""The speed of steps of small models with it, O1 on a CPU, over that without: a test compares."""
+"""The speedup of a step of a small model at O1 on a CPU.  A test compares it with a measurement."""
 
 
 def status() -> Status:
@@ -40,14 +40,14 @@ def record_failure(reason: str) -> None:
 
 
 def missing() -> str | None:
-    """What `ampatch build` lacks here, and how to get it; None: nothing."""
+    """Return what `ampatch build` lacks here, and how to get it, or None if nothing is missing."""
     from . import building
 
     return building.missing() if _status.is_to_build else None
 
 
 def log_gain_of_a_build() -> None:
-    """One line in the log, once, where there is no build and could be one.  Starts no process."""
+    """Log one line, once per process, if there is no build and could be one.  Starts no process."""
     if not _status.is_to_build or not logger.isEnabledFor(logging.INFO):
         return
     if missing() is None:

@@ -20,15 +20,15 @@ from . import loading
 
 try:
     import fcntl
-except ImportError:  # Windows: several processes may build at once, each of them a whole file
+except ImportError:  # Windows: processes may build at once; each writes a complete file
     fcntl = None  # type: ignore[assignment]
 
-_LINES = 20  # the compiler's last ones, in an error
-_SECONDS = 300  # for a build
+_MAX_OUTPUT_LINES = 20  # of the compiler's output in an error message
+_BUILD_TIMEOUT = 300  # seconds
 
 
 def missing() -> str | None:
-    """What a build lacks here and how to get it, or None.  Starts no process."""
+    """Return what a build lacks here and how to get it, or None.  Starts no process."""
     if loading.is_free_threaded():
         return (
             "the native part needs a Python with the GIL, and this one has none. "
@@ -60,11 +60,11 @@ def _compiler() -> str:
 
 
 def build(again: bool = True, verbose: bool = False) -> Path:
-    """Compile the native part for this torch and Python; about half a minute.
+    """Compile the native part for this torch and Python.  Takes about half a minute.
 
     Returns the file in the cache, which appears there complete or not at all.  Processes that build
     at once take turns.  Without `again` an existing build is returned, and the error of a failed
-    one is raised again.  `verbose`: show the compiler's output.
+    build is raised again.  `verbose`: show the compiler's output.
 
     Raises `AmpatchError` if something that a build needs is missing, or if it does not compile.
     """
@@ -97,10 +97,10 @@ def clean() -> int:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Context manager: no other process of this cache builds meanwhile."""
+    """Context manager: no other process builds into this cache at the same time."""
     with open(loading.cache() / ".lock", "ab") as lock:
         if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks: as on Windows
+            with contextlib.suppress(OSError):  # a file system without locks is like Windows
                 fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         yield
 
@@ -117,20 +117,20 @@ def _make(target: Path, verbose: bool) -> None:
 
 
 def _compile(folder: Path, verbose: bool) -> Path:
-    """The library, made in `folder` and imported once."""
+    """Build the library in `folder`, and import it once in a child process."""
     for name, source in loading.sources().items():
         (folder / name).write_bytes(source)
     try:
-        exit_code, text = _output(folder, verbose)
+        exit_code, text = _run_command(folder, verbose)
     except subprocess.TimeoutExpired:
         raise AmpatchError(
-            f"ampatch build: it did not compile within {_SECONDS} s. Run ampatch build again when "
-            "the machine has less to do."
+            f"ampatch build: it did not compile within {_BUILD_TIMEOUT} s. Run ampatch build again "
+            "when the machine has less to do."
         ) from None
     if exit_code != 0:
         output = ["It is above."]
         if not verbose:
-            output = ["The last lines of its output:", *text.splitlines()[-_LINES:]]
+            output = ["The last lines of its output:", *text.splitlines()[-_MAX_OUTPUT_LINES:]]
         raise AmpatchError(
             "ampatch build: the C++ source does not compile or load here (exit status "
             f"{exit_code}). Expected a C++ compiler that this torch supports; CXX names "
@@ -140,10 +140,11 @@ def _compile(folder: Path, verbose: bool) -> Path:
     return library
 
 
-def _output(folder: Path, verbose: bool) -> tuple[int, str]:
-    """Run the command to its end: exit code and output ("" if `verbose` shows it).
+def _run_command(folder: Path, verbose: bool) -> tuple[int, str]:
+    """Run `command(folder)`.  Returns its exit code and output ("" if `verbose` shows it).
 
-    The compiler is a child of the command.  It is killed too, after `_SECONDS` and on Ctrl-C.
+    The compiler is a child of the command.  It is killed too, after `_BUILD_TIMEOUT` and on
+    KeyboardInterrupt.
     """
     pipe = None if verbose else subprocess.PIPE
     with subprocess.Popen(
@@ -158,7 +159,7 @@ def _output(folder: Path, verbose: bool) -> tuple[int, str]:
         start_new_session=True,
     ) as child:
         try:
-            text, _ = child.communicate(timeout=_SECONDS)
+            text, _ = child.communicate(timeout=_BUILD_TIMEOUT)
         except BaseException:
             if hasattr(os, "killpg"):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -168,13 +169,13 @@ def _output(folder: Path, verbose: bool) -> tuple[int, str]:
 
 
 def command(folder: Path) -> list[str]:
-    """Compiles the sources in `folder` and imports the library once."""
+    """The command that compiles the sources in `folder` and imports the library once."""
     script = Path(__file__).resolve().with_name("in_child.py")
     return [sys.executable, str(script), loading.NAME, loading.SOURCES[0], str(folder)]
 
 
 def _environment() -> dict[str, str]:
-    """For that command: modules are found as in this process; C++ goes to the C++ compiler."""
+    """The environment of `command`: modules as in this process, and CC and CXX for C++."""
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths}
     if os.name == "posix":

@@ -9,28 +9,29 @@
 
 namespace {
 
-PyObject* UNUSUAL = nullptr;  // what `call_cast` returns for arguments that it does not cast
+PyObject* NOT_HANDLED = nullptr;  // `call_cast` returns it for arguments that it cannot cast
 
-struct Names {
+struct AttributeNames {
   PyObject *thread_calls, *copies, *cache, *in_graph, *frozen, *under_no_grad, *in_inference_mode,
-      *used_weights, *hits, *misses, *cast, *never_reused, *kept_alive, *is_compiling;
+      *used_weights, *hits, *misses, *cast, *cast_at_each_use_ids, *kept_weights, *is_compiling;
 };
-Names names;
+AttributeNames names;
 
 PyObject* compiler = nullptr;  // the module torch.compiler
 
-// Whether operations are traced or transformed; true also where this cannot be found out.
-// In Python: `is_recording` of `torch_private/probes.py`.
-bool is_recording() {
+// Whether operations are traced or transformed; true also if torch does not tell.
+// In Python: `is_traced_or_transformed` of `torch_private/probes.py`.
+bool is_traced_or_transformed() {
   constexpr auto transform = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
-  if (is_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
+  if (is_jit_or_fx_traced() || c10::impl::tls_is_dispatch_key_included(transform)) return true;
   THPObjectPtr flag(PyObject_GetAttr(compiler, names.is_compiling));
   if (!flag) PyErr_Clear();
   return flag.get() != Py_False;
 }
 
-// The types that arguments of a call may have, apart from tensors and tuples.
-bool is_scalar(PyObject* value) {
+// Whether `value` has one of the usual types of arguments other than tensors and sequences.
+// The same types as `NON_TENSOR_TYPES` of `casting/rules.py`.
+bool is_non_tensor(PyObject* value) {
   PyTypeObject* type = Py_TYPE(value);
   return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type ||
       type == &PyBool_Type || type == &PyUnicode_Type || type == &THPDtypeType ||
@@ -42,33 +43,33 @@ class Caster {
   Caster(ScalarType to, PyObject* to_object, PyObject* cache, PyObject* devices)
       : to_(to), to_object_(to_object), cache_(cache), devices_(devices) {}
 
-  // Whether `cast` can handle this argument.  It refuses lists nested more than `deepest` deep: a
-  // list may hold itself.
-  static bool is_usual(PyObject* value, int deepest = 8) {
+  // Whether `cast` can handle this argument.  Lists nested more than `max_depth` deep are refused,
+  // because a list may contain itself.
+  static bool can_cast(PyObject* value, int max_depth = 8) {
     if (is_plain_tensor(value)) return THPVariable_Unpack(value).layout() == at::kStrided;
-    if (is_scalar(value)) return true;
-    if (!is_sequence(value) || deepest == 0 || is_buffer(value)) return false;
+    if (is_non_tensor(value)) return true;
+    if (!is_sequence(value) || max_depth == 0 || is_flat_weights(value)) return false;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      if (!is_usual(PySequence_Fast_GET_ITEM(value, i), deepest - 1)) return false;
+      if (!can_cast(PySequence_Fast_GET_ITEM(value, i), max_depth - 1)) return false;
     }
     return true;
   }
 
-  // A new reference to what the call gets for a usual `value`; nullptr: an error is set.
+  // Returns a new reference to `value` or to its cast, or nullptr if an error is set.
   PyObject* cast(PyObject* value) {
     if (is_plain_tensor(value)) return cast_tensor(value);
-    if (is_sequence(value)) return cast_inside(value);
+    if (is_sequence(value)) return cast_sequence(value);
     return Py_NewRef(value);
   }
 
-  // To be called once all arguments are cast.
-  void count() {
+  // Adds the hits and misses to the cache's counters.  To be called once all arguments are cast.
+  void add_to_counters() {
     add(names.hits, hits_);
     add(names.misses, misses_);
   }
 
  private:
-  // A Tensor or a Parameter, and no subclass of these.
+  // Whether `value` is a Tensor or a Parameter, and of no subclass.
   static bool is_plain_tensor(PyObject* value) {
     const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
     return type == THPVariableClass || type == ParameterClass;
@@ -97,8 +98,8 @@ class Caster {
     return THPVariable_Wrap(std::move(copy));
   }
 
-  // Whether a list begins with two parameters in one memory buffer: an RNN's, as cuDNN wants them.
-  static bool is_buffer(PyObject* sequence) {
+  // Whether a list begins with two parameters in one storage: an RNN's flattened weights (cuDNN).
+  static bool is_flat_weights(PyObject* sequence) {
     if (!PyList_CheckExact(sequence) || PyList_GET_SIZE(sequence) < 2) return false;
     PyObject *first = PyList_GET_ITEM(sequence, 0), *second = PyList_GET_ITEM(sequence, 1);
     if (Py_TYPE(first) != Py_TYPE(second) ||
@@ -109,8 +110,8 @@ class Caster {
     return weight.has_storage() && next.has_storage() && weight.is_alias_of(next);
   }
 
-  // A new sequence, or the caller's where nothing inside changes.
-  PyObject* cast_inside(PyObject* sequence) {
+  // Returns a new sequence with cast items, or the caller's own if no item changes.
+  PyObject* cast_sequence(PyObject* sequence) {
     THPObjectPtr items(PySequence_Tuple(sequence));  // a list may change meanwhile
     if (!items) return nullptr;
     const Py_ssize_t size = PyTuple_GET_SIZE(items.get());
@@ -137,7 +138,7 @@ class Caster {
     return PySet_Contains(devices_, name) == 1;
   }
 
-  // The copy made earlier in this forward, if it is still valid, or a new one.
+  // Returns the half copy made earlier in this forward, if it is still valid, or a new one.
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
     if (!forward_) {
@@ -154,8 +155,8 @@ class Caster {
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }
 
-  // The forward's copy, an existing or a new one.  nullptr, with no error set: call
-  // `WeightCache.cast`.
+  // Returns the forward's half copy, an existing or a new one.  Returns nullptr with no error set if
+  // `WeightCache.cast` has to be called.
   PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
     THPObjectPtr copies(attribute(
         forward_,
@@ -180,15 +181,16 @@ class Caster {
     return result.release();
   }
 
-  // Whether no observer sees casts, and a copy made now may be used again.
+  // Whether there are no observers of casts, and a copy made now may be used again.
   // In Python: `WeightCache._may_keep_copy` of `casting/weight_cache.py`.
   bool may_keep_copy(PyObject* id) {
     if (to_ == at::kFloat || observers == nullptr || PyList_GET_SIZE(observers) != 0 ||
-        is_true(names.in_inference_mode) != c10::InferenceMode::is_enabled() || is_recording()) {
+        is_true(names.in_inference_mode) != c10::InferenceMode::is_enabled() ||
+        is_traced_or_transformed()) {
       return false;
     }
-    THPObjectPtr never_reused(attribute(forward_, names.never_reused));
-    return PySet_Contains(never_reused, id) == 0;
+    THPObjectPtr cast_at_each_use_ids(attribute(forward_, names.cast_at_each_use_ids));
+    return PySet_Contains(cast_at_each_use_ids, id) == 0;
   }
 
   // In Python: `WeightCache._make_copy` of `casting/weight_cache.py`.
@@ -202,8 +204,8 @@ class Caster {
     }
     THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
     THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
-    THPObjectPtr kept_alive(attribute(forward_, names.kept_alive));
-    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept_alive, weight) != 0) {
+    THPObjectPtr kept_weights(attribute(forward_, names.kept_weights));
+    if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept_weights, weight) != 0) {
       throw python_error();
     }
     record_use(id, weight);
@@ -246,34 +248,34 @@ class Caster {
 };
 
 // call_cast(function, args, kwargs, dtype, cache, devices): calls `function` with its tensors cast.
-// UNUSUAL: an argument is none of the usual kinds, and nothing was called.
+// If it cannot cast an argument, calls nothing and returns NOT_HANDLED.
 // In Python: `call_cast` of `casting/wrapper.py`.
-PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 6 && PyTuple_CheckExact(args[1]) && PyDict_CheckExact(args[2]) &&
+      nargs == 6 && PyTuple_CheckExact(args[1]) && PyDict_CheckExact(args[2]) &&
           THPDtype_Check(args[3]),
       "call_cast(function, args: tuple, kwargs: dict, dtype: torch.dtype, cache, devices)");
   Caster caster(
       reinterpret_cast<THPDtype*>(args[3])->scalar_type, args[3], args[4], args[5]);
-  const Py_ssize_t positional = PyTuple_GET_SIZE(args[1]);
+  const Py_ssize_t num_args = PyTuple_GET_SIZE(args[1]);
   PyObject *name = nullptr, *argument = nullptr;
   Py_ssize_t position = 0;
-  for (Py_ssize_t i = 0; i < positional; ++i) {
-    if (!Caster::is_usual(PyTuple_GET_ITEM(args[1], i))) return Py_NewRef(UNUSUAL);
+  for (Py_ssize_t i = 0; i < num_args; ++i) {
+    if (!Caster::can_cast(PyTuple_GET_ITEM(args[1], i))) return Py_NewRef(NOT_HANDLED);
   }
   while (PyDict_Next(args[2], &position, &name, &argument)) {
-    if (!Caster::is_usual(argument)) return Py_NewRef(UNUSUAL);
+    if (!Caster::can_cast(argument)) return Py_NewRef(NOT_HANDLED);
   }
-  THPObjectPtr cast_args(PyTuple_New(positional));
+  THPObjectPtr cast_args(PyTuple_New(num_args));
   if (!cast_args) return nullptr;
-  for (Py_ssize_t i = 0; i < positional; ++i) {
+  for (Py_ssize_t i = 0; i < num_args; ++i) {
     PyObject* value = caster.cast(PyTuple_GET_ITEM(args[1], i));
     if (value == nullptr) return nullptr;
     PyTuple_SET_ITEM(cast_args.get(), i, value);
   }
   if (PyDict_GET_SIZE(args[2]) == 0) {
-    caster.count();
+    caster.add_to_counters();
     return PyObject_Call(args[0], cast_args, nullptr);
   }
   THPObjectPtr cast_kwargs(PyDict_New());
@@ -284,7 +286,7 @@ PyObject* call_cast(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!value) return nullptr;
     if (PyDict_SetItem(cast_kwargs, name, value) != 0) return nullptr;
   }
-  caster.count();
+  caster.add_to_counters();
   return PyObject_Call(args[0], cast_args, cast_kwargs);
   END_HANDLE_TH_ERRORS
 }

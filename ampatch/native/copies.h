@@ -1,4 +1,4 @@
-// Copies of tensors in another dtype: natively for small ones in host memory, else by ATen.
+// Copies of tensors in another dtype: made here for small tensors in CPU memory, else by ATen.
 #pragma once
 
 #include <Python.h>
@@ -26,24 +26,24 @@ constexpr c10::DispatchKeySet kPlainCpu({
     c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
     c10::DispatchKey::AutocastCPU});
 
-// On the CPU a call of an operator costs as much as converting some thousand numbers.
-constexpr int64_t kFewNumbers = 4096;
+// On the CPU a call of an operator costs as much as converting some thousand values.
+constexpr int64_t kMaxNativeNumel = 4096;
 
-// Whether its numbers are in host memory.  Memory that was freed (`storage.resize_(0)`) is for ATen
-// to refuse.
+// Whether the tensor's values are in CPU memory.  ATen reports the error for a freed storage
+// (`resize_(0)`).
 bool is_in_memory(const Tensor& tensor) {
   return tensor.key_set() == kPlainCpu && tensor.unsafeGetTensorImpl()->storage_initialized();
 }
 
-// Whether the numbers of a tensor may be read and written here, in the order of its memory.
+// Whether this code may read and write the tensor's values, in the order of its memory.
 bool is_small(const Tensor& tensor) {
-  return is_in_memory(tensor) && tensor.numel() <= kFewNumbers &&
+  return is_in_memory(tensor) && tensor.numel() <= kMaxNativeNumel &&
       tensor.is_non_overlapping_and_dense();
 }
 
-uint16_t bfloat16_nan = 0x7fc0;  // what ATen makes of any NaN here: its vector units have their own
+uint16_t bfloat16_nan = 0x7fc0;  // the bits to which ATen casts any NaN; they depend on the CPU
 
-// FP32 to bfloat16, to the nearest, ties to even: as c10::BFloat16.
+// Casts FP32 to bfloat16: to the nearest, ties to even, like c10::BFloat16.
 void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
   const uint16_t nan = bfloat16_nan;
   for (int64_t i = 0; i < size; ++i) {
@@ -53,7 +53,8 @@ void narrow(uint16_t* to, const uint32_t* from, int64_t size) {
   }
 }
 
-// The import may be within modes and transforms, which would make a tensor without numbers.
+// Reads `bfloat16_nan` from ATen.  The import may run inside modes and transforms, under which the
+// tensor would have no values.
 void set_bfloat16_nan() {
   const c10::impl::ForceDispatchKeyGuard plain(
       c10::default_included_set, c10::default_excluded_set);
@@ -61,11 +62,12 @@ void set_bfloat16_nan() {
   bfloat16_nan = *static_cast<const uint16_t*>(nan.const_data_ptr());
 }
 
+// Casts bfloat16 to FP32.
 void widen(uint32_t* to, const uint16_t* from, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] = static_cast<uint32_t>(from[i]) << 16;
 }
 
-// A copy made here; undefined where ATen must make it.
+// Returns a copy in `dtype`, or an undefined tensor if ATen must make it.
 Tensor small_copy(const Tensor& tensor, ScalarType dtype) {
   const ScalarType from = tensor.scalar_type();
   const bool narrows = from == at::kFloat && dtype == at::kBFloat16;
@@ -98,7 +100,7 @@ std::vector<Tensor> copies_of(at::TensorList tensors, ScalarType dtype) {
   return copies;
 }
 
-// A copy made under `no_grad` requires a gradient if its weight does: see `cast_weights`.
+// Makes a copy made under `no_grad` require a gradient if its weight does: see `cast_weights`.
 void require_grad_as(const Tensor& weight, Tensor& copy) {
   if (weight.requires_grad()) copy.set_requires_grad(true);
 }
@@ -126,27 +128,28 @@ PyObject* list_of(std::vector<Tensor> tensors) {
   return list.release();
 }
 
-// Whether all of a small tensor's FP32 numbers lie within (-limit, limit); NaN does not.
+// Whether all values of a small FP32 tensor lie within (-limit, limit); NaN does not.
 bool lies_within(const Tensor& tensor, float limit) {
-  const float* numbers = tensor.const_data_ptr<float>();
+  const float* values = tensor.const_data_ptr<float>();
   bool is_within = true;
-  for (int64_t i = 0; i < tensor.numel(); ++i) is_within &= std::fabs(numbers[i]) < limit;
+  for (int64_t i = 0; i < tensor.numel(); ++i) is_within &= std::fabs(values[i]) < limit;
   return is_within;
 }
 
-// fitting_copy(tensor, dtype, limit): a small FP32 tensor in bfloat16, if its numbers lie within
-// (-limit, limit).  None: a number does not, or ATen, autograd or a mode must make the copy.
-// In Python: `ModelInputs._cast_tensor` of `models/io_casting.py`.
-PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// fitting_copy(tensor, dtype, limit): returns a small FP32 tensor in bfloat16 if its values lie
+// within (-limit, limit), or None if a value does not, or if ATen, autograd or a dispatch mode must
+// make the copy.
+// In Python: `InputCaster._cast_tensor` of `models/io_casting.py`.
+PyObject* fitting_copy(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 3 && THPVariable_Check(args[0]) && THPDtype_Check(args[1]) && PyFloat_Check(args[2]),
+      nargs == 3 && THPVariable_Check(args[0]) && THPDtype_Check(args[1]) && PyFloat_Check(args[2]),
       "fitting_copy(tensor: Tensor, dtype: torch.dtype, limit: float)");
   const Tensor& tensor = THPVariable_Unpack(args[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
-  const bool is_recorded = (tensor.requires_grad() && at::GradMode::is_enabled()) ||
+  const bool needs_grad = (tensor.requires_grad() && at::GradMode::is_enabled()) ||
       tensor._fw_grad(/*level=*/0).defined();
-  if (is_recorded || dtype != at::kBFloat16 || tensor.scalar_type() != at::kFloat ||
+  if (needs_grad || dtype != at::kBFloat16 || tensor.scalar_type() != at::kFloat ||
       c10::impl::TorchDispatchModeTLS::any_modes_set() || !is_small(tensor) ||
       !lies_within(tensor, static_cast<float>(PyFloat_AS_DOUBLE(args[2])))) {
     Py_RETURN_NONE;

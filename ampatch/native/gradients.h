@@ -5,19 +5,20 @@
 
 namespace {
 
-// Whether the kernel may write into a gradient: numbers in host memory that no graph records.
+// Whether the kernel may write into a gradient: its values are in CPU memory, and it needs no
+// gradient itself.
 bool can_unscale(const Tensor& grad) {
   return grad.is_cpu() && is_plain(grad) && !grad.is_complex() && !grad.is_inference() &&
       !grad.is_neg() && !grad._is_zerotensor() && !grad.requires_grad();
 }
 
-// unscale(grads, scale): divide gradients by the 0-dim tensor `scale`, in place; whether they had
-// an inf or NaN.  None: nothing was done, since a gradient is unusual or not in host memory.
+// unscale(grads, scale): divides gradients by the 0-dim tensor `scale`, in place; returns whether
+// they had an inf or NaN.  If this code cannot handle one of them, does nothing and returns None.
 // In Python: `unscale_` of `scaling/unscaling.py`.
-PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 2 && PyList_CheckExact(args[0]) && THPVariable_Check(args[1]),
+      nargs == 2 && PyList_CheckExact(args[0]) && THPVariable_Check(args[1]),
       "unscale(grads: list, scale: Tensor)");
   const Tensor scale = THPVariable_Unpack(args[1]);
   if (c10::impl::TorchDispatchModeTLS::any_modes_set() || !scale.is_cpu()) Py_RETURN_NONE;

@@ -33,13 +33,13 @@ class Status:
     reason: str
     path: Path | None = None
     is_fault: bool = False
-    """There is a build, and it cannot be used."""
+    """Whether there is a build that cannot be used."""
     is_to_build: bool = False
-    """There is no build that matches, and none was tried in vain."""
+    """Whether no build matches, and no attempt to build has failed."""
 
 
 def load() -> tuple[ModuleType | None, Status]:
-    """`find`, and one line in the log if the result is not what the user expects."""
+    """Call `find`, and log one line if the result is not what the user expects."""
     part, status = find()
     if status.is_fault or (not status.active and _is_asked_for()):
         logger.warning(
@@ -49,17 +49,17 @@ def load() -> tuple[ModuleType | None, Status]:
 
 
 def find() -> tuple[ModuleType | None, Status]:
-    """The native part, loaded, or None; and its status."""
+    """Return the loaded native part, or None, and its status."""
     try:
-        if environment.native() is False:
+        if environment.native_setting() is False:
             return None, Status(False, "off (AMPATCH_NATIVE=0)")
-    except ValueError as error:  # `initialize` raises it
+    except ValueError as error:  # `initialize` raises the error to the user
         return None, Status(False, f"off ({error})")
     if is_free_threaded():
         return None, Status(False, "off (this Python has no GIL, on which it relies)")
     try:
         path = built_file()
-    except OSError as error:  # an archive of a program may hold its Python files alone
+    except OSError as error:  # a program's archive may contain only the Python files
         return None, Status(False, f"off (its source is not installed: {error})")
     if failure_file().is_file():
         reason = f"not built; it did not compile here ({failure_file()} says more)"
@@ -76,13 +76,13 @@ def find() -> tuple[ModuleType | None, Status]:
 
 def _is_asked_for() -> bool:
     try:
-        return environment.native() is True
+        return environment.native_setting() is True
     except ValueError:
         return False
 
 
 def _import_file(path: str) -> ModuleType:
-    """The module in the file `path`, in `sys.modules` too, where pickle and Dynamo look."""
+    """Import the module in the file `path`.  Adds it to `sys.modules` for pickle and Dynamo."""
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
@@ -110,7 +110,7 @@ def cache() -> Path:
 def built_file() -> Path:
     """Where the build of these sources for this torch, Python and platform lies, or would lie."""
     version = torch.version
-    # What tells two builds of one torch version apart.
+    # These attributes differ between two builds of one torch version.
     build = [getattr(version, name, None) for name in ("git_version", "debug", "cuda", "hip")]
     content = b"".join(sources().values()) + repr((build, torch.compiled_with_cxx11_abi())).encode()
     versions = f"{torch.__version__}-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
@@ -122,5 +122,5 @@ def built_file() -> Path:
 
 
 def failure_file() -> Path:
-    """Where `building` records that this build failed."""
+    """The file in which `building` records that this build failed."""
     return built_file().with_name(f"{built_file().name}.failed")

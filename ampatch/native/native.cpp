@@ -1,8 +1,8 @@
 // The native part of ampatch: the most frequent work of a training step, without Python's overhead.
 //
 // Every function has a twin in Python that gives the same bits, and names it ("In Python: ...").  A
-// function that meets something unusual leaves it to its twin.  ATen's operators compute, so that
-// one source serves every device; only small tensors of the host are copied here.
+// function leaves arguments that it cannot handle to its twin.  ATen's operators compute, so that
+// one source serves every device; only small tensors in CPU memory are copied here.
 
 #include <type_traits>
 #include <utility>
@@ -21,7 +21,7 @@ PyMethodDef methods[] = {
     {"all_may_share_node", fast(all_may_share_node), METH_FASTCALL, nullptr},
     {"call_cast", fast(call_cast), METH_FASTCALL, nullptr},
     {"cast_weights", fast(cast_weights), METH_FASTCALL, nullptr},
-    {"exchange_entries", fast(exchange_entries), METH_FASTCALL, nullptr},
+    {"set_entries", fast(set_entries), METH_FASTCALL, nullptr},
     {"fitting_copy", fast(fitting_copy), METH_FASTCALL, nullptr},
     {"set_observers", set_observers, METH_O, nullptr},
     {"unscale", fast(unscale), METH_FASTCALL, nullptr},
@@ -48,8 +48,8 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
       {&names.hits, "hits"},
       {&names.misses, "misses"},
       {&names.cast, "cast"},
-      {&names.never_reused, "never_reused"},
-      {&names.kept_alive, "kept_alive"},
+      {&names.cast_at_each_use_ids, "cast_at_each_use_ids"},
+      {&names.kept_weights, "kept_weights"},
       {&names.is_compiling, "_is_compiling_flag"},
   };
   for (const auto& [variable, name] : interned) {
@@ -61,8 +61,8 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
   set_bfloat16_nan();
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  UNUSUAL = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-  if (UNUSUAL == nullptr || PyModule_AddObjectRef(module, "UNUSUAL", UNUSUAL) != 0) {
+  NOT_HANDLED = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+  if (NOT_HANDLED == nullptr || PyModule_AddObjectRef(module, "NOT_HANDLED", NOT_HANDLED) != 0) {
     Py_DECREF(module);
     return nullptr;
   }

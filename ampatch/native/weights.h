@@ -19,20 +19,22 @@ constexpr c10::DispatchKeySet kWrappers({
     c10::DispatchKey::FuncTorchGradWrapper,
 });
 
+// Whether a gradient is strided and no wrapper of another tensor.
 bool is_plain(const Tensor& grad) {
   return grad.defined() && grad.layout() == at::kStrided && !grad.key_set().has_any(kWrappers);
 }
 
-bool is_traced() {
+// Whether `torch.jit.trace` or `make_fx` traces this thread.
+bool is_jit_or_fx_traced() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
       c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
 }
 
 // FP32 weights in, half copies out; a missing gradient is passed on as missing.
 struct CastTogether : public torch::autograd::Function<CastTogether> {
-  static constexpr bool is_traceable = true;  // by compiled autograd
+  static constexpr bool is_traceable = true;  // compiled autograd may trace the node
 
-  // Autograd makes the node by this; `cast_in_graph` makes it faster.
+  // Called by Function::apply.  `cast_in_graph` builds the same node without it, which is faster.
   static variable_list forward(AutogradContext* ctx, at::TensorList weights, int64_t dtype) {
     ctx->set_materialize_grads(false);
     return copies_of(weights, static_cast<ScalarType>(dtype));
@@ -43,7 +45,7 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
     for (const Tensor& grad : grads) {
       if (grad.defined()) present.push_back(grad);
     }
-    if (!at::GradMode::is_enabled() && !is_traced() &&
+    if (!at::GradMode::is_enabled() && !is_jit_or_fx_traced() &&
         std::all_of(present.begin(), present.end(), is_plain)) {
       present = copies_of(present, at::kFloat);
     } else {
@@ -53,7 +55,7 @@ struct CastTogether : public torch::autograd::Function<CastTogether> {
     for (const Tensor& grad : grads) {
       widened.push_back(grad.defined() ? std::move(*next++) : Tensor());
     }
-    widened.push_back(Tensor());  // for the argument of `forward` that is no tensor
+    widened.push_back(Tensor());  // the gradient of the argument `dtype` of `forward`
     return widened;
   }
 };
@@ -74,11 +76,11 @@ void set_cast_node(variable_list halves, const variable_list& weights) {
   torch::autograd::set_history(halves, node);
 }
 
-// Half copies of weights, by one node that leads back to all weights, or with `own_nodes` by one for
-// each.  A node runs when it is ready.  If this torch keeps nodes as this code expects, the node is
-// made here: `Function::apply` keeps sizes for the zeros of missing gradients, which are not wanted.
-// `Target` and `Node` are template parameters so that the first branch is compiled only where it
-// is taken: it is an error with a torch that keeps nodes otherwise.
+// Half copies of weights, made by one node for all weights, or with `own_nodes` by one node for each.
+// Each node gets a high sequence number, so it runs as soon as it is ready.  If this torch holds
+// nodes by intrusive_ptr, the node is built here: Function::apply would also record output sizes, to
+// materialize missing gradients.  `Target` and `Node` are template parameters so that the first
+// branch is compiled only where it is taken: with another torch it is an error.
 template <typename Target, typename Node>
 variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
   variable_list halves;
@@ -100,12 +102,12 @@ variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool
   return halves;
 }
 
-// cast_weights(weights, dtype, own_nodes): half copies of a list of FP32 weights.
+// cast_weights(weights, dtype, own_nodes): returns half copies of a list of FP32 weights.
 // In Python: `_cast_weights` of `casting/half_copies.py`.
-PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyBool_Check(args[2]),
+      nargs == 3 && PyList_Check(args[0]) && THPDtype_Check(args[1]) && PyBool_Check(args[2]),
       "cast_weights(weights: list, dtype: torch.dtype, own_nodes: bool)");
   const ScalarType dtype = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
   const variable_list weights = tensors_of(args[0]);
@@ -135,13 +137,13 @@ bool has_hooks(PyObject* tensor) {
   return is_filled(variable->backward_hooks) || is_filled(variable->post_accumulate_grad_hooks);
 }
 
-// all_may_share_node(weight, bucket): whether all weights of a list may be cast in one node with
-// `weight`.
+// all_may_share_node(weight, bucket): returns whether all weights of a list may be cast in one node
+// with `weight`.
 // In Python: `all_may_share_node` of `casting/half_copies.py`.
-PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
+      nargs == 2 && THPVariable_Check(args[0]) && PyList_Check(args[1]),
       "all_may_share_node(weight: Tensor, bucket: list)");
   const Tensor& weight = THPVariable_Unpack(args[0]);
   const bool requires_grad = weight.requires_grad();
@@ -163,7 +165,7 @@ PyObject* all_may_share_node(PyObject*, PyObject* const* args, Py_ssize_t count)
 
 PyObject* observers = nullptr;
 
-// set_observers(list): the list of the observers of casts.
+// set_observers(list): sets the list of the observers of casts.
 PyObject* set_observers(PyObject*, PyObject* list) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyList_CheckExact(list), "set_observers(observers: list)");
@@ -182,22 +184,23 @@ bool are_lists(PyObject* const* args, Py_ssize_t count) {
   return true;
 }
 
-// The item of a list at the index that a Python number gives; a borrowed reference.
+// The item of a list at an index, a Python int; a borrowed reference.
 PyObject* item_at(PyObject* list, PyObject* number) {
   const Py_ssize_t index = PyLong_AsSsize_t(number);
   TORCH_CHECK_INDEX(index >= 0 && index < PyList_GET_SIZE(list), "no such index");
   return PyList_GET_ITEM(list, index);
 }
 
-// exchange_entries(dicts, names, sources, new, old): dicts[i][names[i]] becomes new[sources[i]];
-// with `old` only if all entries are old[sources[i]].  Returns whether it was done.
-// In Python: `exchange_entries` of `models/half_copy_slots.py`.
-PyObject* exchange_entries(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// set_entries(dicts, names, indices, values, expected): sets dicts[i][names[i]] to
+// values[indices[i]].  With `expected`, sets nothing unless every entry is expected[indices[i]].
+// Returns whether the entries were set.
+// In Python: `set_entries` of `models/half_copy_slots.py`.
+PyObject* set_entries(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
+      nargs == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
           (args[4] == Py_None || PyList_CheckExact(args[4])),
-      "exchange_entries(dicts: list, names: list, sources: list, new: list, old: list | None)");
+      "set_entries(dicts: list, names: list, indices: list, values: list, expected: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);
   for (Py_ssize_t i = 0; i < size && args[4] != Py_None; ++i) {
     PyObject* value =

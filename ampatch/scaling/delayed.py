@@ -1,6 +1,6 @@
-"""What waits for an optimizer's step, beside its gradients.
+"""Work that is put off until an optimizer's step.
 
-* Gradients that `delay_unscale` leaves scaled.
+* Unscaling of gradients that `delay_unscale` left scaled.
 * Updates of loss scales, with `delay_overflow_check`, or with several processes: in DDP's `no_sync`
   only one rank may see an inf; at the step all ranks have seen it.
 """
@@ -11,26 +11,34 @@ import functools
 from collections.abc import Sequence
 
 from ..log import logger
-from .gradients import AppliedScale, Check, Gradients, OptimizerBlock, first_holders
+from .gradients import (
+    AppliedScale,
+    OptimizerBlock,
+    OptimizerGradients,
+    OverflowCheck,
+    find_first_optimizers,
+)
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
-from .scale_value import Flag, either
+from .scale_value import OverflowFlag, either
 from .unscaling import add_back
 
 # Gradients that stay scaled
 
 
-def leave_scaled(gradients: Gradients, block: OptimizerBlock, shared_scale: AppliedScale) -> None:
-    """End a block with `delay_unscale`: earlier gradients get its scale, and all stay scaled."""
-    shared_scale.join(gradients, [grad for _, grad in block.saved])
+def leave_scaled(
+    gradients: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
+) -> None:
+    """End a block with `delay_unscale`: saved gradients get its scale too, and all stay scaled."""
+    shared_scale.add_member(gradients, [grad for _, grad in block.saved])
     add_back(block.saved)
     gradients.block = None
 
 
-def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
-    """Before a block of `scaler`: unscale gradients that have another scale.
+def unscale_if_scale_differs(gradients: OptimizerGradients, scaler: Scaler) -> None:
+    """Before a block of `scaler`: unscale gradients that still have another scale.
 
-    Also abandons an earlier block that was interrupted before its end.
+    First abandons a block that was interrupted.
     """
     gradients.abandon()
     applied = gradients.applied_scale
@@ -39,7 +47,7 @@ def unscale_at_other_scale(gradients: Gradients, scaler: Scaler) -> None:
     unscale_delayed(gradients)
 
 
-def unscale_delayed(gradients: Gradients) -> None:
+def unscale_delayed(gradients: OptimizerGradients) -> None:
     """Unscale gradients that `delay_unscale` left scaled, in all optimizers that share the scale.
 
     The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
@@ -48,12 +56,12 @@ def unscale_delayed(gradients: Gradients) -> None:
     if applied is None or gradients.block is not None:
         return
     members = [g for g in applied.members if g.applied_scale is applied and g.block is None]
-    unscaled_by = first_holders(members)
-    flags: list[Flag] = []
+    first_optimizer_of = find_first_optimizers(members)
+    flags: list[OverflowFlag] = []
     try:
         for member in members:
             member.applied_scale = None
-            check = member.unscale(applied.scaler, applied.scale, unscaled_by)
+            check = member.unscale(applied.scaler, applied.scale, first_optimizer_of)
             if check is not None:
                 member.keep_check(check)
                 flags.append(check.found_inf)
@@ -65,10 +73,10 @@ def unscale_delayed(gradients: Gradients) -> None:
         update_now_or_at_step(applied.scaler, members, flags)
 
 
-def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
-    """Unscale the optimizer's gradients, if tensors that are about to be clipped (ids) are its own.
+def unscale_before_clipping(gradients: OptimizerGradients, param_ids: set[int]) -> bool:
+    """Unscale the optimizer's gradients if some of the parameters to be clipped (ids) are its own.
 
-    Returns whether they are, and no block is open.
+    Returns whether some are its own; False while a block of the optimizer is open.
     """
     if not any(id(param) in param_ids for param in gradients.parameters()):
         return False
@@ -87,11 +95,11 @@ def unscale_to_clip(gradients: Gradients, param_ids: set[int]) -> bool:
     return True
 
 
-# Updates that wait for the step
+# Updates of loss scales at the step
 
 
 class PendingScaleUpdate:
-    """An update of a scaler, by overflow flags, that runs before the first step of its optimizers.
+    """An update of a scaler, by overflow flags, before the first step of one of `_members`.
 
     `skips_together`: after an overflow in the gradients of one optimizer all of them skip.
     """
@@ -99,28 +107,29 @@ class PendingScaleUpdate:
     def __init__(self, scaler: DynamicScaler, skips_together: bool) -> None:
         self.scaler = scaler
         self._skips_together = skips_together
-        self._members: list[Gradients] = []
-        self._found_inf: Flag | None = None  # None: nothing was checked
-        self._delayed: list[tuple[Gradients, Check]] | None = None  # of `delay_overflow_check`
+        self._members: list[OptimizerGradients] = []
+        self._found_inf: OverflowFlag | None = None  # all flags in one; None: nothing was checked
+        # The checks that `delay_overflow_check` postponed.
+        self._delayed: list[tuple[OptimizerGradients, OverflowCheck]] | None = None
 
-    def add_members(self, members: Sequence[Gradients]) -> None:
-        """Also update at a step of these optimizers."""
+    def add_members(self, members: Sequence[OptimizerGradients]) -> None:
+        """Also update at a step of the optimizers of `members`."""
         for gradients in members:
             if gradients not in self._members:
                 self._members.append(gradients)
                 gradients.pending_updates.append(self)
 
-    def add_flags(self, flags: list[Flag]) -> None:
+    def add_flags(self, flags: list[OverflowFlag]) -> None:
         """Keep these flags for the update."""
         for flag in flags:
             self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
 
-    def delay_checks(self, checks: list[tuple[Gradients, Check]]) -> None:
-        """Keep checks of `delay_overflow_check`, which their optimizers do not have yet."""
+    def delay_checks(self, checks: list[tuple[OptimizerGradients, OverflowCheck]]) -> None:
+        """Keep checks of `delay_overflow_check` until the step, and then hand them over."""
         self._delayed = [*(self._delayed or []), *checks]
 
-    def forget_checks(self, gradients: Gradients) -> None:
-        """The optimizer's gradients were zeroed: forget their delayed checks."""
+    def forget_checks(self, gradients: OptimizerGradients) -> None:
+        """Forget the delayed checks of an optimizer whose gradients were zeroed."""
         if self._delayed is not None:
             self._delayed = [entry for entry in self._delayed if entry[0] is not gradients]
 
@@ -141,9 +150,9 @@ class PendingScaleUpdate:
         self.scaler.was_updated_by_step = self._delayed is not None
 
     def _hand_over_checks(self) -> None:
-        """Give delayed checks to their optimizers, whose steps skip by them.
+        """Give delayed checks to their optimizers, whose steps are skipped by them.
 
-        `drop_pending_updates` prevents this: it forgets the update, and the checks with it.
+        After `drop_pending_updates` this is not called: the checks are dropped with the update.
         """
         if self._delayed is not None:
             checks = self._delayed
@@ -154,22 +163,22 @@ class PendingScaleUpdate:
 
 def update_now_or_at_step(
     scaler: DynamicScaler,
-    members: Sequence[Gradients],
-    flags: list[Flag],
+    members: Sequence[OptimizerGradients],
+    flags: list[OverflowFlag],
     *,
-    delayed: list[tuple[Gradients, Check]] | None = None,
+    delayed: list[tuple[OptimizerGradients, OverflowCheck]] | None = None,
     skips_together: bool = False,
 ) -> None:
-    """Update a scaler by the overflow flags of these gradients, now or at the step.
+    """Update a scaler by the overflow flags of `members`, now or at the step.
 
-    The update waits for the step if there are several ranks, or if `delayed` is given (the checks
-    that `delay_overflow_check` postponed).
+    At the step if there are several ranks, or if `delayed` is given: the checks that
+    `delay_overflow_check` postponed.
     """
     if skips_together:
         _share_overflow(members, scaler, flags)
     existing = [u for g in members for u in g.pending_updates if u.scaler is scaler]
-    waits = delayed is not None or trains_with_others()
-    if not (existing or waits):
+    is_pending = delayed is not None or trains_with_others()
+    if not (existing or is_pending):
         scaler.update(flags)
         return
     pending_update = existing[0] if existing else PendingScaleUpdate(scaler, skips_together)
@@ -177,11 +186,11 @@ def update_now_or_at_step(
     pending_update.add_flags(flags)
     if delayed is not None:
         pending_update.delay_checks(delayed)
-    if not waits:
+    if not is_pending:
         pending_update.update_scaler()
 
 
-def run_pending_updates(gradients: Gradients) -> None:
+def run_pending_updates(gradients: OptimizerGradients) -> None:
     """Before a step: check the gradients once more, and update the scalers by the flags."""
     updates = list(gradients.pending_updates)
     for pending in updates:
@@ -190,33 +199,36 @@ def run_pending_updates(gradients: Gradients) -> None:
         pending.update_scaler()
 
 
-def skip_together(members: Sequence[Gradients]) -> None:
-    """One norm is about to clip these gradients: after an overflow in one, all optimizers skip.
+def skip_together(members: Sequence[OptimizerGradients]) -> None:
+    """If one optimizer of `members` has overflowed, have all of them skip their next step.
 
-    Otherwise a norm of inf or NaN would ruin finite gradients, and their optimizer would step.
+    Called before the gradients are clipped by one norm: a norm of inf or NaN ruins finite gradients
+    too, and their optimizer would step.
     """
     checks = [
         gradients.check
         for gradients in members
-        if gradients.check is not None and not gradients.check.is_used
+        if gradients.check is not None and not gradients.check.is_consumed
     ]
     if len(members) > 1 and checks:
         _share_overflow(members, checks[0].scaler, [check.found_inf for check in checks])
 
 
-def _share_overflow(members: Sequence[Gradients], scaler: Scaler, flags: list[Flag]) -> None:
-    """Keep a flag for each of these optimizers that is set if one of `flags` is."""
+def _share_overflow(
+    members: Sequence[OptimizerGradients], scaler: Scaler, flags: list[OverflowFlag]
+) -> None:
+    """Keep one flag for all optimizers of `members`: it is set if one of `flags` is."""
     if flags:
         found_inf = functools.reduce(either, flags)
         for gradients in members:
             gradients.keep_flag(found_inf, scaler)
 
 
-def drop_pending_updates(scaler: Scaler, members: Sequence[Gradients]) -> None:
+def drop_pending_updates(scaler: Scaler, members: Sequence[OptimizerGradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
-    For a script that calls `update_scale()` and decides about the step itself.  The step then moves
-    no scale, and only an overflow in other blocks skips it.
+    For a script that calls `update_scale()` and decides itself whether to step.  The step then
+    updates no scale; it is skipped only after an overflow in another block.
     """
     for gradients in members:
         gradients.pending_updates = [u for u in gradients.pending_updates if u.scaler is not scaler]

@@ -1,27 +1,27 @@
 """The gradients of one optimizer, from `scale_loss` blocks to the step.
 
 [Note: states of gradients]
-`Gradients.state` says what the optimizer's parameters have in `.grad`.
+`OptimizerGradients.state` says what the optimizer's parameters have in `.grad`.
 
     NOT_SCALED  no gradients, or complete FP32 gradients from outside of blocks
     SCALED      gradients multiplied by a loss scale: a `scale_loss` block is open (`block` is set),
                 or a block with `delay_unscale` has ended (`applied_scale` is set)
-    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has used
-                their `check`
-    FOUND_INF   the same, and the next step is skipped if `check.found_inf` is set: it is True, or a
-                tensor whose value only the device knows
+    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has
+                consumed their `check`
+    FOUND_INF   as UNSCALED, but the next step is skipped if `check.found_inf` is set.  `found_inf`
+                is True, or a device tensor that the host has not read
 
     NOT_SCALED, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
     SCALED -> UNSCALED, FOUND_INF     `after_backward`; for gradients of `delay_unscale`
                                       `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before        `abandon`: the block raised, or the next one began
     UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `zeroed`; `drop_all`: unscaling was interrupted
+    any -> NOT_SCALED                 `on_zero_grad`; `drop_all`: unscaling was interrupted
 
-Where earlier gradients are during a block: complete ones move from `.grad` to
-`OptimizerBlock.saved`, so that the new ones can be unscaled by themselves.  Scaled ones stay in
-`.grad`: in the block a script reduces, reads or clips the sum.  With several ranks complete ones
-stay too, multiplied by the scale of the new ones: one all-reduce serves both.
+During a block complete earlier gradients move from `.grad` to `OptimizerBlock.saved`, so that the
+new gradients can be unscaled by themselves.  Scaled earlier gradients stay in `.grad`: in the block
+a script reduces, reads or clips the sum.  With several ranks complete earlier gradients stay in
+`.grad` too, multiplied by the scale of the new ones: one all-reduce serves both.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from torch import Tensor
 from ..log import logger
 from .loss_scaler import Scaler
 from .process_group import flag_groups, share_flag, trains_with_others, world_size
-from .scale_value import Flag, either, is_set
+from .scale_value import OverflowFlag, either, is_set
 from .unscaling import add_back
 
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
 _GRADIENTS_HAVE_GRAPH = (
-    "%s: gradients have a graph (backward(create_graph=True)) of the loss times the loss scale. "
-    "They are unscaled, and their graph is not: a second derivative by p.grad is multiplied by the "
-    "loss scale. Take torch.autograd.grad(loss, parameters, create_graph=True) of the loss itself, "
-    "or loss_scale=1."
+    "%s: gradients were made with backward(create_graph=True). ampatch unscales them, but their "
+    "graph still contains the loss scale, so second derivatives through p.grad are multiplied by "
+    "it. Use torch.autograd.grad(loss, parameters, create_graph=True) on the unscaled loss, or "
+    "loss_scale=1."
 )
 
 
-class State(enum.Enum):
-    """See the note of states."""
+class GradState(enum.Enum):
+    """What `.grad` of an optimizer's parameters holds; see the note of states."""
 
     NOT_SCALED = enum.auto()
     SCALED = enum.auto()
@@ -60,31 +60,32 @@ class State(enum.Enum):
 
 
 @dataclasses.dataclass
-class Check:
+class OverflowCheck:
     """The result of a check of complete gradients for overflow."""
 
-    found_inf: Flag
+    found_inf: OverflowFlag
     scaler: Scaler
     is_all_reduced: bool  # all processes share the flag
-    new_found_inf: Flag | None  # of gradients newer than the last step; None: there are none
-    includes_used: bool = False  # some gradients are left from an earlier step: see `recheck`
-    is_used: bool = False  # a step has used the flag
+    # The flag of gradients that are newer than the last step; None: there are no such gradients.
+    found_inf_since_step: OverflowFlag | None
+    includes_stepped: bool = False  # some gradients were there at the last step: see `recheck`
+    is_consumed: bool = False  # a step has read the flag
 
-    def joined(self, earlier: Check) -> Check:
-        """This check and an earlier one of the same gradients, as one."""
-        if earlier.is_used:
+    def merged_with(self, earlier: OverflowCheck) -> OverflowCheck:
+        """One check for this one and an earlier check of the same gradients."""
+        if earlier.is_consumed:
             return self
         scaler = earlier.scaler if earlier.found_inf is True else self.scaler
         is_all_reduced = self.is_all_reduced and earlier.is_all_reduced
-        new = self.new_found_inf
-        if new is not None and earlier.new_found_inf is not None:
-            new = either(earlier.new_found_inf, new)
+        new = self.found_inf_since_step
+        if new is not None and earlier.found_inf_since_step is not None:
+            new = either(earlier.found_inf_since_step, new)
         found_inf = either(earlier.found_inf, self.found_inf)
-        return Check(found_inf, scaler, is_all_reduced, new, earlier.includes_used)
+        return OverflowCheck(found_inf, scaler, is_all_reduced, new, earlier.includes_stepped)
 
 
-class Snapshot(NamedTuple):
-    """The gradients at one moment, to tell later which have changed."""
+class GradSnapshot(NamedTuple):
+    """The gradients of an optimizer at one moment, to tell later whether they have changed."""
 
     block_count: int
     grads: list[Tensor | None]
@@ -95,21 +96,23 @@ class Snapshot(NamedTuple):
 class OptimizerBlock:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
-    unscaled_by: dict[int, Gradients]
+    # By parameter id: the first optimizer of the block that has the parameter; it alone unscales
+    # the gradient.
+    first_optimizer_of: dict[int, OptimizerGradients]
     saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
-    before: Snapshot | None = None  # of the earlier gradients, if they stay in `.grad`
+    before: GradSnapshot | None = None  # the earlier gradients, if they stay in `.grad`
 
 
 @dataclasses.dataclass(eq=False)
 class AppliedScale:
-    """What the gradients of `members` are multiplied by: one value of a loss scale."""
+    """The value of a loss scale that the gradients of `members` are multiplied by."""
 
     scaler: Scaler
     scale: Any
-    generation: int  # of the scaler
-    members: list[Gradients] = dataclasses.field(default_factory=list)
+    generation: int  # of the scaler, when `scale` was read
+    members: list[OptimizerGradients] = dataclasses.field(default_factory=list)
 
-    def join(self, gradients: Gradients, complete: list[Any]) -> None:
+    def add_member(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
         """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
         gradients.applied_scale = self
@@ -117,38 +120,39 @@ class AppliedScale:
             self.members.append(gradients)
 
 
-class Gradients:
+class OptimizerGradients:
     """The gradients of `optimizer`, through blocks, steps and `zero_grad`.
 
-    The ranks of `process_group` share their overflow flag in each block.  Where the optimizers of a
-    block share a parameter, only the first of them unscales its gradient (`first_holders`).
+    The ranks of `process_group` share their overflow flag in each block.  If optimizers of a block
+    share a parameter, only the first of them unscales its gradient (`find_first_optimizers`).
+    `members` in this package are the `OptimizerGradients` of several optimizers.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = optimizer
         self.block: OptimizerBlock | None = None
         self.applied_scale: AppliedScale | None = None
-        self.check: Check | None = None  # since gradients were zeroed
+        self.check: OverflowCheck | None = None  # all checks since gradients were zeroed
         self.pending_updates: list[Any] = []  # `delayed.PendingScaleUpdate`s
         self.scaled_by_other_block = False  # a block without this optimizer has added gradients
-        self.had_block = False  # since the last step
+        self.had_block = False  # a block has begun since the last step
         self.block_count = 0
         self.has_logged_no_backward = False
         self._has_logged_graph = False
         self._process_group = process_group
 
     @property
-    def state(self) -> State:
+    def state(self) -> GradState:
         """The present state; see the note of states."""
         if self.block is not None or self.applied_scale is not None:
-            return State.SCALED
+            return GradState.SCALED
         if self.check is None:
-            return State.NOT_SCALED
-        may_skip = not self.check.is_used and self.check.found_inf is not False
-        return State.FOUND_INF if may_skip else State.UNSCALED
+            return GradState.NOT_SCALED
+        may_skip = not self.check.is_consumed and self.check.found_inf is not False
+        return GradState.FOUND_INF if may_skip else GradState.UNSCALED
 
     def parameters(self) -> Sequence[Tensor]:
-        """The tensors that the optimizer updates; perhaps the list of a group: do not change it."""
+        """The tensors that the optimizer updates, perhaps a group's own list: do not change it."""
         groups = self.optimizer.param_groups
         if len(groups) == 1:
             return groups[0]["params"]
@@ -164,11 +168,11 @@ class Gradients:
     # A block
 
     def before_block(self) -> None:
-        """Log gradients that another block left scaled; recheck gradients that a step has used."""
+        """Log an error for gradients that another block left scaled; recheck old gradients."""
         if self.scaled_by_other_block:
             self.report_scaled_by_other_block()
         self.had_block = True
-        if self.check is not None and self.check.is_used:
+        if self.check is not None and self.check.is_consumed:
             self.recheck()
 
     def params_with_gradients(self) -> list[Tensor]:
@@ -176,23 +180,28 @@ class Gradients:
         return [param for param in self.parameters() if param.grad is not None]
 
     def begin_block(
-        self, earlier: list[Tensor], shared_scale: AppliedScale, unscaled_by: dict[int, Gradients]
+        self,
+        earlier: list[Tensor],
+        shared_scale: AppliedScale,
+        first_optimizer_of: dict[int, OptimizerGradients],
     ) -> OptimizerBlock:
-        """Open a block.  `earlier` are the parameters that have gradients.
+        """Open a block.
 
-        These are saved in the block, or stay in `.grad`, scaled.
+        `earlier`: the parameters that already have gradients.  Those gradients are saved in the
+        block, or are scaled and stay in `.grad`.
         """
         if not earlier:
             self.applied_scale = None
             self._forget()
         stays = bool(earlier) and (self.applied_scale is not None or world_size() > 1)
-        if unscaled_by:
-            earlier = self._own_params(earlier, unscaled_by)
+        if first_optimizer_of:
+            earlier = self._own_params(earlier, first_optimizer_of)
         saved = [] if stays else [(param, param.grad) for param in earlier]
-        self.block = block = OptimizerBlock(unscaled_by, saved)  # `abandon` puts `saved` back
+        # From here on `abandon` puts `saved` back.
+        self.block = block = OptimizerBlock(first_optimizer_of, saved)
         self.block_count += 1
         if stays and self.applied_scale is None:
-            shared_scale.join(self, list(map(_grad_of, earlier)))
+            shared_scale.add_member(self, list(map(_grad_of, earlier)))
         block.before = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
@@ -205,13 +214,13 @@ class Gradients:
 
     def after_backward(
         self, block: OptimizerBlock, scaler: Scaler, scale: Any, *, is_delayed: bool
-    ) -> Check | None:
+    ) -> OverflowCheck | None:
         """Unscale the new gradients and add them to the earlier ones; returns their check.
 
         `is_delayed`: the caller keeps the check (`delay_overflow_check`).
         """
         self.applied_scale = None
-        check = self.unscale(scaler, scale, block.unscaled_by)
+        check = self.unscale(scaler, scale, block.first_optimizer_of)
         if check is not None and not is_delayed:
             self.keep_check(check)
         self.block = None
@@ -220,7 +229,7 @@ class Gradients:
         return check
 
     def abandon(self) -> None:
-        """The block failed: drop its gradients, and put back the earlier ones."""
+        """End a failed block: drop its gradients, and put back the earlier ones."""
         if (block := self.block) is None:
             return
         if self.applied_scale is not None:
@@ -232,7 +241,7 @@ class Gradients:
                 type(self.optimizer).__name__,
             )
         else:
-            for param in self._own_params(self.parameters(), block.unscaled_by):
+            for param in self._own_params(self.parameters(), block.first_optimizer_of):
                 param.grad = None
             for param, grad in block.saved:
                 param.grad = grad
@@ -243,27 +252,32 @@ class Gradients:
         self.block = None
         for param in self.parameters():
             param.grad = None
-        self.zeroed()
+        self.on_zero_grad()
 
     # Unscaling
 
     def unscale(
-        self, scaler: Scaler, scale: Any, unscaled_by: dict[int, Gradients]
-    ) -> Check | None:
-        """Unscale the gradients and check them for overflow; None: nothing was checked.
+        self, scaler: Scaler, scale: Any, first_optimizer_of: dict[int, OptimizerGradients]
+    ) -> OverflowCheck | None:
+        """Unscale the gradients and check them for overflow.  Returns None if none was checked.
 
-        Those that another optimizer of the block has unscaled are only checked: unscaled by 1.
+        Gradients that another optimizer of the block has already unscaled are only checked, by
+        unscaling them with a scale of 1.
         """
         params = self.parameters()
-        own_params = self._own_params(params, unscaled_by) if unscaled_by else params
+        own_params = self._own_params(params, first_optimizer_of) if first_optimizer_of else params
         check = self._unscale(scaler, own_params, scale)
         if len(own_params) < len(params):
-            others = [param for param in params if unscaled_by.get(id(param), self) is not self]
+            others = [
+                param for param in params if first_optimizer_of.get(id(param), self) is not self
+            ]
             second = self._unscale(scaler, others, scale / scale)
-            check = second.joined(check) if check and second else check or second
+            check = second.merged_with(check) if check and second else check or second
         return check
 
-    def _unscale(self, scaler: Scaler, params: Sequence[Tensor], scale: Any) -> Check | None:
+    def _unscale(
+        self, scaler: Scaler, params: Sequence[Tensor], scale: Any
+    ) -> OverflowCheck | None:
         grads = [param.grad for param in params if param.grad is not None]
         if not (grads or self._process_group):
             return None
@@ -276,83 +290,88 @@ class Gradients:
         groups, are_all = flag_groups(self._process_group, grads)
         if groups:
             found_inf = share_flag(found_inf, groups, grads)
-        return Check(found_inf, scaler, are_all, new_found_inf=found_inf)
+        return OverflowCheck(found_inf, scaler, are_all, found_inf_since_step=found_inf)
 
     def _own_params(
-        self, params: Sequence[Tensor], unscaled_by: dict[int, Gradients]
+        self, params: Sequence[Tensor], first_optimizer_of: dict[int, OptimizerGradients]
     ) -> list[Tensor]:
         """The `params` whose gradients this optimizer scales and unscales."""
-        return [param for param in params if unscaled_by.get(id(param), self) is self]
+        return [param for param in params if first_optimizer_of.get(id(param), self) is self]
 
-    def keep_check(self, check: Check) -> None:
+    def keep_check(self, check: OverflowCheck) -> None:
         """Keep a check until the step."""
-        self.check = check if self.check is None else check.joined(self.check)
+        self.check = check if self.check is None else check.merged_with(self.check)
 
-    def keep_flag(self, found_inf: Flag, scaler: Scaler) -> None:
+    def keep_flag(self, found_inf: OverflowFlag, scaler: Scaler) -> None:
         """Keep an overflow flag that not all processes have shared, as a check."""
-        self.keep_check(Check(found_inf, scaler, is_all_reduced=False, new_found_inf=found_inf))
+        self.keep_check(
+            OverflowCheck(found_inf, scaler, is_all_reduced=False, found_inf_since_step=found_inf)
+        )
 
-    def recheck(self) -> Flag | None:
-        """Check gradients again where their check may no longer hold.
+    def recheck(self) -> OverflowFlag | None:
+        """Check gradients again if their check may no longer hold.
 
-        That is so after a step, if they were not zeroed: an inf may be left in them.  And with
-        several processes: a script may have averaged the inf of another rank into them.  Returns
-        found_inf; None: nothing was checked.
+        A check no longer holds after a step without `zero_grad`, because an inf may be left in the
+        gradients.  With several processes it may not hold either: the script may have averaged
+        another rank's inf into them.  Returns found_inf, or None if nothing was checked.
         """
         earlier = self.check
         if earlier is None or self.block is not None or self.applied_scale is not None:
             return None
-        if not earlier.is_used and (earlier.is_all_reduced or not trains_with_others()):
+        if not earlier.is_consumed and (earlier.is_all_reduced or not trains_with_others()):
             return None
         if not self.has_gradients():
-            if earlier.is_used:
+            if earlier.is_consumed:
                 self.check = None
             return None
         scale = earlier.scaler.peek()
-        check = self.unscale(earlier.scaler, scale / scale, {})  # 1, where the scale lives
+        unit_scale = scale / scale  # 1, on the device of the scale
+        check = self.unscale(earlier.scaler, unit_scale, {})
         if check is None:
             return None
-        if earlier.is_used:
-            check.new_found_inf = None
-            check.includes_used = True
+        if earlier.is_consumed:
+            check.found_inf_since_step = None
+            check.includes_stepped = True
         self.keep_check(check)
         return check.found_inf
 
-    def is_left_over(self) -> bool:
+    def overflow_is_left_over(self) -> bool:
         """Whether the overflow is only in gradients of an earlier step, which were not zeroed.
 
-        With several ranks always False: new gradients are added in place.  Waits for the device.
+        With several ranks always False: new gradients are added in place.  Synchronizes with the
+        device.
         """
         check = self.check
-        if check is None or not check.includes_used:
+        if check is None or not check.includes_stepped:
             return False
-        return check.new_found_inf is None or not is_set(check.new_found_inf)
+        return check.found_inf_since_step is None or not is_set(check.found_inf_since_step)
 
     # Steps and zeroes
 
-    def take_found_inf(self) -> Flag | None:
-        """The overflow flag of the present gradients, for a step; None: nothing was checked."""
+    def take_found_inf(self) -> OverflowFlag | None:
+        """Consume the check, for a step.  Returns its flag, or None if nothing was checked."""
         check = self.check
-        if check is None or check.is_used:
+        if check is None or check.is_consumed:
             return None
-        check.is_used = True
+        check.is_consumed = True
         return check.found_inf if self.has_gradients() else None
 
-    def zeroed(self) -> None:
-        """All gradients were zeroed: forget their scale and their overflow."""
+    def on_zero_grad(self) -> None:
+        """Forget scale and overflow of the gradients, which were zeroed."""
         self.applied_scale = None
         self.scaled_by_other_block = False
         self._forget()
         if (block := self.block) is None:
             return
         block.saved = []
-        if block.unscaled_by:  # other optimizers of the block may have saved gradients of these
+        if block.first_optimizer_of:
+            # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
-            for gradients in dict.fromkeys(block.unscaled_by.values()):
-                gradients.zeroed_by_others(zeroed)
+            for gradients in dict.fromkeys(block.first_optimizer_of.values()):
+                gradients.on_zeroed_elsewhere(zeroed)
 
-    def zeroed_by_others(self, zeroed: set[int]) -> None:
-        """Gradients of these parameters (ids) were zeroed; if none is left, forget an overflow."""
+    def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
+        """Drop saved gradients of these parameters (ids); if none is left, forget the overflow."""
         if (block := self.block) is not None:
             block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
             if block.saved:
@@ -366,16 +385,17 @@ class Gradients:
         for update in self.pending_updates:
             update.forget_checks(self)
 
-    # Blocks of other optimizers.  A GAN lets them add scaled gradients here, and zeroes these.
+    # Blocks of other optimizers: in a GAN the generator's backward also adds scaled gradients to
+    # the discriminator, which the script then zeroes.
 
-    def before_other_block(self) -> Snapshot | None:
+    def before_other_block(self) -> GradSnapshot | None:
         """The gradients as they are before a block of another optimizer, for `after_other_block`.
 
-        None: this optimizer is in a block of its own, in another thread.
+        Returns None if this optimizer is in a block of its own, in another thread.
         """
         return self.snapshot() if self.block is None else None
 
-    def after_other_block(self, before: Snapshot | None) -> None:
+    def after_other_block(self, before: GradSnapshot | None) -> None:
         """Record whether a block of another optimizer, which has ended, changed gradients.
 
         Changes by a block of this optimizer do not count.
@@ -384,36 +404,38 @@ class Gradients:
             return
         self.scaled_by_other_block |= self.has_changed_since(before)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> GradSnapshot:
         """The gradients as they are now, for `has_changed_since`."""
         grads = list(map(_grad_of, self.parameters()))
         versions = [-1 if grad is None else grad._version for grad in grads]
-        return Snapshot(self.block_count, grads, versions)
+        return GradSnapshot(self.block_count, grads, versions)
 
-    def has_changed_since(self, before: Snapshot) -> bool:
+    def has_changed_since(self, before: GradSnapshot) -> bool:
         """Whether a gradient was replaced, or written into."""
         _, grads, versions = self.snapshot()
         return versions != before.versions or not all(map(operator.is_, before.grads, grads))
 
     def report_scaled_by_other_block(self) -> None:
-        """Log an error if gradients that another optimizer's block scaled are to be used."""
+        """Log an error if a block of another optimizer has left gradients here scaled."""
         if self.scaled_by_other_block and self.has_gradients():
             logger.error(
-                "%s: its gradients are still scaled: an ampatch.scale_loss block that did not get "
-                "this optimizer made them. Pass every optimizer that the loss reaches, "
-                "scale_loss(loss, [first, second]), or zero_grad() this one before its own block.",
+                "%s: its gradients are still scaled, because they come from an ampatch.scale_loss "
+                "block that this optimizer was not passed to. Pass every optimizer that the loss "
+                "reaches, scale_loss(loss, [first, second]), or zero_grad() this one before its "
+                "own block.",
                 type(self.optimizer).__name__,
             )
         self.scaled_by_other_block = False
 
 
-def first_holders(members: Sequence[Gradients]) -> dict[int, Gradients]:
-    """Maps ids of parameters to the first optimizer that has each; {} where none is shared.
+def find_first_optimizers(members: Sequence[OptimizerGradients]) -> dict[int, OptimizerGradients]:
+    """Map the id of each parameter to the first of `members` that has it; {} if none is shared.
 
-    Only the first scales and unscales a gradient.  After an overflow in it all of them skip.
+    Only this optimizer scales and unscales the gradient.  After an overflow in it all optimizers
+    that have the parameter skip.
     """
     if len(members) < 2:
         return {}
-    holders = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
-    first = dict(reversed(holders))
-    return first if len(first) < len(holders) else {}
+    pairs = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
+    first_optimizer_of = dict(reversed(pairs))
+    return first_optimizer_of if len(first_optimizer_of) < len(pairs) else {}

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.scale_settings import SETTINGS, ScaleSettings, invertible
+from ..config.scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
 from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
-from ..torch_private.devices import is_owned_by_host
-from .scale_value import Flag, either, is_set, update_, updated
+from ..torch_private.devices import can_read_without_sync
+from .scale_value import OverflowFlag, either, is_set, next_scale, update_
 from .unscaling import multiply_, unscale_
 
 
 def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict[str, Any]:
     """A scaler's entry in a state dict, checked.
 
-    `settings` are the scaler's present ones, None if it is static.  Raises `TypeError` or
+    `settings`: the present settings of the scaler, or None if it is static.  Raises `TypeError` or
     `ValueError`, beginning with `what`.
     """
     if not isinstance(entry, dict):
@@ -35,7 +35,7 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
         raise ValueError(
             f"{what}: expected 'loss_scale' and 'unskipped', got {sorted(map(str, entry))}."
         )
-    saved_settings = {name: entry[name] for name in SETTINGS if name in entry}
+    saved_settings = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
     if settings is not None:
         settings.changed(what, saved_settings)
     return {
@@ -51,7 +51,7 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
 
 
 class StaticScaler:
-    """A fixed loss scale.  It does not look for overflow, so it costs no host sync.
+    """A fixed loss scale.  It does not check for overflow, so it does not synchronize.
 
     `is_needed`: gradients may underflow without a scale, as in float16.
     """
@@ -74,7 +74,7 @@ class StaticScaler:
         return (loss.float() if self.is_one else loss.float() * self._value), self._value
 
     def get(self) -> float:
-        """The scale; nothing waits."""
+        """The scale."""
         return self._value
 
     snapshot = peek = get
@@ -85,22 +85,22 @@ class StaticScaler:
             multiply_(grads, scale)
 
     def unscale_(self, grads: list[Tensor], scale: float) -> None:
-        """Divide gradients by `scale`, in place.  Nothing is checked."""
+        """Divide gradients by `scale`, in place, without a check for overflow."""
         self.scale_grads_(grads, 1.0 / scale)
 
     def set(self, value: float) -> None:
-        """Another scale from now on.  Raises `ValueError` if FP32 cannot hold or invert it."""
+        """Set the scale.  Raises `ValueError` if FP32 cannot hold or invert it."""
         self._value = invertible(value)
         self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's format, and that this scale is static."""
+        """The state in apex's format, plus `"dynamic": False`."""
         return {"loss_scale": self._value, "unskipped": 0, "dynamic": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale of a static scaler's `state_dict`.
+        """Load the scale from a static scaler's `state_dict`.
 
-        The value of a dynamic scale is not taken: a static scaler does not look for overflow.
+        The value of a dynamic scale is not loaded: a static scaler does not check for overflow.
         """
         entry = checked_entry("loss scaler", state, None)
         loaded = entry["loss_scale"]
@@ -130,7 +130,7 @@ class DynamicScaler:
 
     The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors on the device of
     the losses.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
-    `has_overflow` and `state_dict` wait for a device.
+    `has_overflow`, `state_dict`, a new `growth_interval` and a move to another device synchronize.
     """
 
     is_dynamic = True
@@ -138,27 +138,29 @@ class DynamicScaler:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = ScaleSettings(**settings)
-        self.generation = 0  # changes with the scale
+        self.generation = 0  # raised by each call that may change the scale
         self._make_tensors(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
-        self._changed: dict[str, Any] = {}  # settings that differ from those of the start
-        self._flags: list[Flag] = []  # for `has_overflow`
+        self._changed: dict[str, Any] = {}  # settings that were changed since the constructor
+        self._flags: list[OverflowFlag] = []  # for `has_overflow`
         self._has_updated = False  # `update` was called since the last `unscale_`
-        self.was_updated_by_step = False  # before the script called `update_scale`
+        # A step has run the update that `delay_overflow_check` postponed, so the script's own
+        # `update_scale` is late.
+        self.was_updated_by_step = False
 
     def _make_tensors(self, device: torch.device, scale: float, tracker: int) -> None:
         self._device = device
-        self._is_on_host = is_owned_by_host(device)
+        self._is_on_host = can_read_without_sync(device)
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 
     def _read(self) -> tuple[float, int]:
-        """The scale and the growth tracker.  Waits."""
+        """The scale and the growth tracker.  Synchronizes with the device."""
         return self._scale.item(), int(self._growth_tracker.item())
 
     def scale(self, loss: Tensor) -> tuple[Tensor, Any]:
         """`loss` in FP32 times the scale, and a copy of that scale.
 
-        The scaler moves to the device of the loss.  Nothing waits.
+        The scaler moves to the device of the loss; a move synchronizes.
         """
         if self._device != loss.device:
             self._make_tensors(loss.device, *self._read())
@@ -166,7 +168,7 @@ class DynamicScaler:
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
     def snapshot(self) -> Tensor:
-        """The present scale, for `scale_grads_` and `unscale_`.  Nothing waits."""
+        """A copy of the scale, for `scale_grads_` and `unscale_`.  Does not synchronize."""
         return self._scale.clone()
 
     def peek(self) -> Tensor:
@@ -177,7 +179,7 @@ class DynamicScaler:
         """Multiply gradients by `scale`, in place."""
         multiply_(grads, scale)
 
-    def unscale_(self, grads: list[Tensor], scale: Any) -> Flag:
+    def unscale_(self, grads: list[Tensor], scale: Any) -> OverflowFlag:
         """Divide gradients by `scale`, in place; returns whether they had an inf or NaN."""
         if self._has_updated:
             self._flags = []
@@ -188,19 +190,20 @@ class DynamicScaler:
         return found_inf
 
     def has_overflow(self) -> bool:
-        """Whether gradients have overflowed that were unscaled since the last `update`.
+        """Whether gradients that were unscaled since the last `update` have overflowed.
 
-        Right after an `update`: whether those before it did.  Waits for the device.
+        Right after an `update`: gradients that were unscaled before it.  Synchronizes with the
+        device.
         """
         return any(map(is_set, self._flags))
 
     def forget_overflow(self) -> None:
-        """`has_overflow` is False until the next `unscale_`."""
+        """Make `has_overflow` False until the next `unscale_`."""
         self._flags = []
         self._has_updated = False
 
-    def update(self, flags: list[Flag]) -> None:
-        """Count one step with these overflow flags, and move the scale; without flags no step."""
+    def update(self, flags: list[OverflowFlag]) -> None:
+        """Count one step with these overflow flags and update the scale; no flags, no step."""
         self._has_updated = True
         if not flags:
             return
@@ -208,7 +211,7 @@ class DynamicScaler:
         if self._is_on_host:  # arithmetic on numbers is faster than operators
             before = self._scale.tolist()
             tracker = self._growth_tracker.tolist()
-            scale, tracker = updated(before, tracker, is_set(found_inf), self.settings)
+            scale, tracker = next_scale(before, tracker, is_set(found_inf), self.settings)
             self._growth_tracker.fill_(tracker)
             if scale != before:
                 self._scale.fill_(scale)
@@ -219,15 +222,15 @@ class DynamicScaler:
         self.generation += 1
 
     def get(self) -> float:
-        """The scale.  Waits for the device."""
+        """The scale.  Synchronizes with the device."""
         return self._scale.item()
 
     def set(self, value: float) -> None:
-        """Another scale from now on, within the floor and the cap."""
+        """Set the scale, within `min_loss_scale` and `max_loss_scale`."""
         self._fill(value, None)
 
     def change(self, what: str, changes: Mapping[str, Any]) -> None:
-        """Other settings from now on; a new `init_scale` starts the scale anew.
+        """Change settings; a new `init_scale` also resets the scale.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.
         """
@@ -242,14 +245,14 @@ class DynamicScaler:
             self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's format, and the settings that were changed since.  Waits for the device."""
+        """The state in apex's format, and changed settings.  Synchronizes with the device."""
         scale, tracker = self._read()
         return {"loss_scale": scale, "unskipped": tracker, **self._changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take scale, count and settings of a `state_dict`, apex's too.
+        """Load scale, growth tracker and settings from a `state_dict`, also from apex's.
 
-        The state of a static scaler is not taken: from 1.0, the scale of a run without scaling, a
+        The state of a static scaler is not loaded: from 1.0, the scale of a run without scaling, a
         dynamic scale would take very long to grow.
         """
         entry = checked_entry("loss scaler", state, self.settings)
@@ -260,21 +263,22 @@ class DynamicScaler:
                 entry["loss_scale"],
             )
             return
-        loaded = {name: entry[name] for name in SETTINGS if name in entry}
+        loaded = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
         self.settings = self.settings.changed("loss scaler", loaded)
         self._changed.update(loaded)
         self._fill(entry["loss_scale"], entry["unskipped"])
 
     def _fill(self, scale: float, tracker: int | None) -> None:
-        """Set scale and tracker, within limits: from a larger count torch's kernel never grows."""
+        """Set the scale and the growth tracker, within their limits."""
         self._scale.fill_(self.settings.bounded(scale))
         if tracker is not None:
+            # torch's kernel never grows the scale from a tracker of `growth_interval` or above.
             self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))
         self._clamp()
         self.generation += 1
 
     def _clamp(self) -> None:
-        """Bring the scale between floor and cap."""
+        """Bring the scale within `min_loss_scale` and `max_loss_scale`."""
         self._scale.clamp_(self.settings.min_loss_scale, self.settings.max_loss_scale)
 
 

@@ -19,20 +19,22 @@ from ..torch_private.optimizers import (
     record_skipped_step,
 )
 from .delayed import run_pending_updates, unscale_delayed
-from .gradients import Gradients, State
+from .gradients import GradState, OptimizerGradients
 from .optimizers import closures, zero_redundancy
-from .optimizers.fused import skips_in_kernel
+from .optimizers.fused import prepare_skip_in_kernel
 from .optimizers.sam import TwoSteps, has_two_steps
-from .optimizers.state import Replaced, put_back
-from .optimizers.wrappers import Methods
+from .optimizers.state import ReplacedValues, restore_state
+from .optimizers.wrappers import ReplacedMethods
 from .scale_value import is_set
 from .steps import StepCounter, StepReports
 
-Loaded = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
+LoadedState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]
 
-checkpoint_readers: list[Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], Loaded]] = []
-"""Readers of other packages' checkpoints.  Each takes `(state, optimizer, is_in_half)`, and returns
-the state in torch's layout, and parameters with the FP32 values that were saved for them.
+checkpoint_readers: list[
+    Callable[[dict[str, Any], Any, Callable[[Tensor], bool]], LoadedState]
+] = []
+"""Readers of other packages' checkpoints.  Each takes `(state, optimizer, computes_in_half)`, and
+returns the state in torch's layout, and parameters with the FP32 values that were saved for them.
 """
 
 
@@ -40,18 +42,18 @@ class SessionForOptimizer(Protocol):
     """What a managed optimizer needs of its session."""
 
     process_group: Any
-    observers: Any  # of steps; `observers.all` is empty if there are none
+    observers: Any  # the observers of steps; `observers.registered` is empty if there are none
 
-    casts_off: Callable[..., Any]
-    """`casts_off(function, ...)` calls a function without casts: the optimizer's own step."""
+    call_without_casts: Callable[..., Any]
+    """`call_without_casts(function, ...)` calls a function without casts: the optimizer's step."""
 
-    casts_on: Callable[..., Any]
-    """`casts_on(closure, ...)`, within `casts_off`: calls it with the casts from before that."""
+    call_with_outer_casts: Callable[..., Any]
+    """`call_with_outer_casts(closure, ...)`: inside `call_without_casts`, with the outer casts."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """A step has ended, skipped or not."""
+        """Called after each step, skipped or not."""
 
-    def looks_for_overflow(self) -> bool:
+    def checks_for_overflow(self) -> bool:
         """Whether there is a dynamic loss scale."""
 
     def computes_in_half(self, parameter: Tensor) -> bool:
@@ -59,7 +61,7 @@ class SessionForOptimizer(Protocol):
 
 
 class ManagedOptimizer:
-    """An optimizer whose step looks for overflow.
+    """An optimizer whose step is skipped after an overflow.
 
     `gradients` follows the gradients from `scale_loss` to the step, `counter` counts the steps, and
     `reports` logs messages about them.
@@ -68,15 +70,16 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Any, session: SessionForOptimizer) -> None:
         self.optimizer = optimizer
         self.session = session
-        self.gradients = Gradients(optimizer, session.process_group)
-        self.parameters = self.gradients.parameters  # an attribute: each step asks
+        self.gradients = OptimizerGradients(optimizer, session.process_group)
+        self.parameters = self.gradients.parameters  # bound once: read in every step
         self.counter = StepCounter()
         self.reports = StepReports(optimizer, self.gradients, self.counter)
-        self.replaced_state: Replaced = []  # put back if `initialize` fails
+        self.replaced_state: ReplacedValues = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        self.skipped: bool | Tensor = False  # the last step; read a tensor late: that waits
+        # Whether the last step was skipped.  Read a tensor late, since reading synchronizes.
+        self.skipped: bool | Tensor = False
         self._is_zero_redundancy = is_zero_redundancy(optimizer)
-        self._methods = Methods(optimizer)
+        self._methods = ReplacedMethods(optimizer)
         self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
     # Replaced methods
@@ -91,7 +94,7 @@ class ManagedOptimizer:
 
     def reinstall(self) -> None:
         """Replace the methods again after `uninstall`."""
-        self._methods.take_out()
+        self._methods.restore()
         replacements = {
             "step": self._step,
             "zero_grad": self._zero_grad,
@@ -104,24 +107,26 @@ class ManagedOptimizer:
             }
         for name, replacement in replacements.items():
             if hasattr(self.optimizer, name):
-                self._methods.put(name, replacement)
+                self._methods.replace(name, replacement)
 
     def uninstall(self) -> None:
-        """Give the optimizer its own methods back; gradients are left unscaled.
+        """Give the optimizer its own methods back, and unscale gradients that are still scaled.
 
-        After an `initialize` that failed, its state has its former dtypes again.
+        After an `initialize` that failed, also give its state its former dtypes back.
         """
         try:
-            put_back(self.replaced_state)
+            restore_state(self.replaced_state)
             unscale_delayed(self.gradients)
         finally:
-            self._methods.take_out()
+            self._methods.restore()
 
     # The step
 
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
-            script_closures, new_args, new_kwargs = closures.wrapped(args, kwargs, self._with_casts)
+            script_closures, new_args, new_kwargs = closures.wrap_closures(
+                args, kwargs, self._with_casts
+            )
             if script_closures and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
                     loss = script_closures[0]()
@@ -130,17 +135,17 @@ class ManagedOptimizer:
             if script_closures:
                 return self._step_with_closures(original, new_args, new_kwargs)
         self.before_step()
-        result = self.step_on_gradients(original, args, kwargs)
+        result = self.step_unless_overflow(original, args, kwargs)
         self.after_step()
         return result
 
     def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.session.looks_for_overflow():
+        if self.session.checks_for_overflow():
             closures.refuse(self.optimizer)
         self.before_step()
         self.is_evaluating = True
         try:
-            result = self.session.casts_off(original, *args, **kwargs)
+            result = self.session.call_without_casts(original, *args, **kwargs)
         finally:
             self.is_evaluating = False
         self.record_step(False)
@@ -150,23 +155,24 @@ class ManagedOptimizer:
     def _with_casts(self, closure: Callable) -> Callable:
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            loss = self.session.casts_on(closure, *args, **kwargs)
+            loss = self.session.call_with_outer_casts(closure, *args, **kwargs)
             unscale_delayed(self.gradients)
             return loss
 
         return evaluate
 
     def before_step(self) -> None:
-        """Unscale and recheck gradients, and run updates of scalers that wait for this step."""
-        if self.session.observers.all:
+        """Unscale and recheck gradients, and run the pending updates of scalers."""
+        if self.session.observers.registered:
             self.session.observers.notify("on_step_begin", self.optimizer)
-        if self._is_zero_redundancy and self.session.looks_for_overflow():
+        if self._is_zero_redundancy and self.session.checks_for_overflow():
             zero_redundancy.refuse_join(self.optimizer)
         gradients = self.gradients
         if gradients.scaled_by_other_block:
-            gradients.had_block = True  # the error about that block is enough
+            # No second message about a missing block: the next line logs an error.
+            gradients.had_block = True
             gradients.report_scaled_by_other_block()
-        if gradients.state is State.SCALED:
+        if gradients.state is GradState.SCALED:
             if gradients.block is not None:
                 raise AmpatchError(
                     f"{type(self.optimizer).__name__}.step() inside the ampatch.scale_loss block "
@@ -180,28 +186,28 @@ class ManagedOptimizer:
             gradients.recheck()
 
     def after_step(self) -> None:
-        """A step has ended; `record_step` was called."""
+        """Finish a step; to be called after `record_step`."""
         self.session.after_step(self)
         self.gradients.had_block = False
 
-    def step_on_gradients(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def step_unless_overflow(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Call the original step, unless the present gradients have overflowed."""
         found_inf = self.gradients.take_found_inf()
         in_kernel = False
         skipped: bool | Tensor = False
         if found_inf is not None:
-            in_kernel = isinstance(found_inf, Tensor) and skips_in_kernel(self.optimizer)
+            in_kernel = isinstance(found_inf, Tensor) and prepare_skip_in_kernel(self.optimizer)
             skipped = found_inf if in_kernel or isinstance(found_inf, bool) else is_set(found_inf)
         if skipped is True:
             self.record_step(True)
             return None
-        casts_off = self.session.casts_off
+        call_without_casts = self.session.call_without_casts
         if in_kernel:
-            result = casts_off(self._step_in_kernel, original, args, kwargs, found_inf)
+            result = call_without_casts(self._step_in_kernel, original, args, kwargs, found_inf)
         elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
-            result = casts_off(original, *args, **kwargs)
+            result = call_without_casts(original, *args, **kwargs)
         else:
-            result = casts_off(bare, self.optimizer)
+            result = call_without_casts(bare, self.optimizer)
         self.record_step(skipped)
         return result
 
@@ -215,10 +221,11 @@ class ManagedOptimizer:
                 attributes.pop(name, None)
 
     def record_step(self, skipped: bool | Tensor) -> None:
-        """Record whether this step is skipped, for schedulers too: they warn of forgotten steps."""
+        """Record whether this step is skipped."""
         self.skipped = skipped
         self.counter.record(skipped)
         if skipped is True:
+            # Otherwise LR schedulers would warn that `optimizer.step()` was not called.
             record_skipped_step(self.optimizer)
 
     # The other methods of the optimizer
@@ -230,11 +237,11 @@ class ManagedOptimizer:
         else:
             for param in self.parameters():
                 param.grad = None
-        self.gradients.zeroed()
+        self.gradients.on_zero_grad()
         return result
 
     def _load_state_dict(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Load a state, also in a format of `checkpoint_readers`; FP32 values go to the weights."""
+        """Load a state, and copy FP32 values that `checkpoint_readers` find to the weights."""
         if args:
             state, args = args[0], args[1:]
         else:

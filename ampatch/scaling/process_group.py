@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..torch_private.dtensors import PLAIN, meshes_of
 from ..torch_private.probes import is_distributed
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 
 def world_size() -> int:
@@ -31,7 +31,7 @@ def trains_with_others() -> bool:
 
 
 class FlagGroups(NamedTuple):
-    """The process groups that share a flag; `are_all`: they have all processes."""
+    """The process groups that share a flag; `are_all`: one of them has all processes."""
 
     groups: list[Any]
     are_all: bool
@@ -41,7 +41,7 @@ _NO_GROUPS = FlagGroups([], are_all=False)
 
 
 def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
-    """The groups of the meshes of gradients that are DTensors, and `group`, if there is one.
+    """The process groups of the meshes of DTensor gradients, and `group` if it is not None.
 
     A rank has only its shard of a DTensor, and an inf may be in one shard only.
     """
@@ -56,10 +56,10 @@ def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
     return FlagGroups(list(groups), bool(groups) and world_size() in sizes)
 
 
-def share_flag(flag: Flag, groups: list[Any], like: Sequence[Tensor]) -> Flag:
-    """The flag, set on all ranks of these process groups if it is set on one of them.
+def share_flag(flag: OverflowFlag, groups: list[Any], like: Sequence[Tensor]) -> OverflowFlag:
+    """The flag, set on all ranks of these process groups if it is set on one of the ranks.
 
-    A `bool` is sent on the device of the tensors in `like`.
+    A `bool` is sent through the device of the tensors in `like`.
     """
     if isinstance(flag, Tensor):
         shared = flag

@@ -14,12 +14,14 @@ from torch import Tensor
 from ..config.scale_settings import ScaleSettings
 from ..torch_private.amp_kernels import update_scale_
 
-Flag = Tensor | bool
+OverflowFlag = Tensor | bool
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
-def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -> tuple[Any, Any]:
+def next_scale(
+    scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings
+) -> tuple[Any, Any]:
     """The scale and `tracker`, the count of clean steps, after a step; numbers or FP64 tensors.
 
     Section 3.2 of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740): back off
@@ -34,13 +36,15 @@ def updated(scale: Any, tracker: Any, found_inf: Any, settings: ScaleSettings) -
     return scale, tracker % settings.growth_interval
 
 
-def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSettings) -> None:
-    """`updated` in place, for 0-dim tensors on a device (FP32, int32); nothing waits."""
+def update_(
+    scale: Tensor, tracker: Tensor, found_inf: OverflowFlag, settings: ScaleSettings
+) -> None:
+    """`next_scale` in place, for 0-dim tensors (FP32, int32).  Does not synchronize."""
     if not isinstance(found_inf, Tensor):
         found_inf = torch.full_like(scale, float(found_inf))
     found_inf = found_inf.to(scale.device)
     if update_scale_ is None:
-        new_scale, new_tracker = updated(scale.double(), tracker, found_inf.double(), settings)
+        new_scale, new_tracker = next_scale(scale.double(), tracker, found_inf.double(), settings)
         scale.copy_(new_scale)
         tracker.copy_(new_tracker)
     else:
@@ -48,8 +52,8 @@ def update_(scale: Tensor, tracker: Tensor, found_inf: Flag, settings: ScaleSett
         update_scale_(scale, tracker, found_inf, *factors, settings.growth_interval)
 
 
-def either(first: Flag, second: Flag) -> Flag:
-    """A flag that is set if one of the two is."""
+def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
+    """A flag that is set if `first` or `second` is set."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))
     if isinstance(first, Tensor):
@@ -59,6 +63,6 @@ def either(first: Flag, second: Flag) -> Flag:
     return first or second
 
 
-def is_set(flag: Flag) -> bool:
-    """Whether the flag is set.  Waits for the device, if the flag is a tensor there."""
+def is_set(flag: OverflowFlag) -> bool:
+    """Whether the flag is set.  Synchronizes with the device if the flag is a tensor."""
     return flag if isinstance(flag, bool) else bool(flag.item())

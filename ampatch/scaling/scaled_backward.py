@@ -1,4 +1,4 @@
-"""The body of `scale_loss`: what happens before and after the backward pass."""
+"""The body of `scale_loss`: it scales the loss, checks the passes, and unscales the gradients."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .delayed import leave_scaled, unscale_at_other_scale, update_now_or_at_step
+from .delayed import leave_scaled, unscale_if_scale_differs, update_now_or_at_step
 from .gradients import (
     AppliedScale,
-    Check,
-    Gradients,
+    GradSnapshot,
+    GradState,
     OptimizerBlock,
-    Snapshot,
-    State,
-    first_holders,
+    OptimizerGradients,
+    OverflowCheck,
+    find_first_optimizers,
 )
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
 from .process_group import trains_with_others
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 _CORRECT_CALL = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
@@ -46,8 +46,8 @@ _OTHER_SCALE = (
     "whose loss scale is %g. This block would divide them by its own scale, %g. " + _ONE_BLOCK
 )
 _SCALED_TWICE = (
-    "ampatch.scale_loss(loss, %s): the loss is the scaled loss of a block around this one, so its "
-    "gradients are scaled twice. " + _ONE_BLOCK
+    "ampatch.scale_loss(loss, %s): the loss is the scaled loss of an outer block, so its gradients "
+    "are scaled twice. " + _ONE_BLOCK
 )
 _NO_BACKWARD = (
     "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, so "
@@ -56,7 +56,7 @@ _NO_BACKWARD = (
 
 
 def refuse_attribute(block: object, name: str) -> NoReturn:
-    """`__getattr__` of a block, which a script has taken for the scaled loss."""
+    """Raise `AttributeError`: the `__getattr__` of blocks, for scripts that use one as the loss."""
     raise AttributeError(
         f"ampatch.scale_loss(...).{name}: scale_loss returns a context manager, which has no "
         f"{name!r}. Write 'with ampatch.scale_loss(loss, optimizer) as scaled_loss: "
@@ -85,11 +85,11 @@ class PlainBackward:
 class PassCounter:
     """Hook of a scaled loss: counts the backward passes that run through it.
 
-    It holds no other object: autograd keeps the hook with the graph, and such an object could keep
-    the graph alive.
+    It refers to no other object: autograd keeps the hook with the graph, and an object here could
+    keep the graph alive.
     """
 
-    __torch_unserializable__ = True  # a scaled loss is pickled without a warning
+    __torch_unserializable__ = True  # torch pickles a scaled loss without a warning
 
     def __init__(self) -> None:
         self.count = 0
@@ -109,17 +109,18 @@ _thread_blocks = _ThreadBlocks()
 
 
 class ScaledBackward:
-    """Context manager: yields the scaled loss, then unscales the gradients it led to.
+    """Context manager: yields the scaled loss, then unscales the gradients of its backward pass.
 
-    If the block raises (by Ctrl-C too), the earlier gradients are put back, those of the unfinished
-    backward pass are dropped, and the scale stays.  If the unscaling itself is interrupted, the
-    optimizers have no gradients afterwards: some would be scaled and some not.  If Ctrl-C strikes
-    before `__exit__` begins, the next block puts back the earlier gradients.
+    If the block raises (also `KeyboardInterrupt`), the earlier gradients are put back, the new
+    gradients are dropped, and the scale does not change.  If the unscaling itself is interrupted,
+    the optimizers have no gradients afterwards: some would be scaled and some not.  If
+    `KeyboardInterrupt` is raised before `__exit__` begins, the next block puts back the earlier
+    gradients.
 
     `others` are optimizers that are not in the block; if the backward pass reaches them, they log
     an error when they step.  `skips_together`: after an overflow in the gradients of one optimizer
-    all of them skip.  `counts_passes`: the scaled loss gets a hook (`PassCounter`), so that
-    gradients of another loss are refused.
+    all optimizers of the block skip.  `counts_passes`: the scaled loss gets a hook (`PassCounter`),
+    so that gradients of another loss are refused.
     """
 
     def __init__(
@@ -135,38 +136,39 @@ class ScaledBackward:
     ) -> None:
         self._loss = loss
         self._pass_counter = PassCounter() if counts_passes and loss.requires_grad else None
-        self._members: list[Gradients] = []
+        self._members: list[OptimizerGradients] = []
         for optimizer in optimizers:
             self._members.append(optimizer.gradients)
-        self._others: Sequence[tuple[Gradients, Snapshot | None]] = ()
+        self._others: Sequence[tuple[OptimizerGradients, GradSnapshot | None]] = ()
         if others and not scaler.is_one:
             self._others = [
                 (other.gradients, other.gradients.before_other_block()) for other in others
             ]
         self._scaler = scaler
         self._delay_unscale = delay_unscale
-        self._delay_check = delay_overflow_check
+        self._delay_overflow_check = delay_overflow_check
         self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
-        self._member_blocks: list[OptimizerBlock] = []  # those of `_members`, in the same order
+        self._member_blocks: list[OptimizerBlock] = []  # a block for each of `_members`
         self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
         try:
             for gradients in self._members:
-                if gradients.state is State.SCALED:
-                    unscale_at_other_scale(gradients, self._scaler)
+                if gradients.state is GradState.SCALED:
+                    unscale_if_scale_differs(gradients, self._scaler)
                 gradients.before_block()
             earlier = [gradients.params_with_gradients() for gradients in self._members]
-            unscaled_by = first_holders(self._members)
+            first_optimizer_of = find_first_optimizers(self._members)
             scaled_loss, self.scale = self._scaler.scale(self._loss)
             self._shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
-            # What `delay_unscale` left scaled has this scale now: use its `AppliedScale`.
+            # Gradients left scaled by `delay_unscale` now have the scale of this block (see
+            # `unscale_if_scale_differs`), so reuse their `AppliedScale`.
             for gradients in reversed(self._members):
                 self._shared_scale = gradients.applied_scale or self._shared_scale
             for gradients, params in zip(self._members, earlier, strict=True):
                 self._member_blocks.append(
-                    gradients.begin_block(params, self._shared_scale, unscaled_by)
+                    gradients.begin_block(params, self._shared_scale, first_optimizer_of)
                 )
             if self._pass_counter is not None and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self._pass_counter)
@@ -203,27 +205,31 @@ class ScaledBackward:
     __getattr__ = refuse_attribute
 
     def is_open(self) -> bool:
-        """Whether its optimizers are still in this block: after Ctrl-C another may have begun."""
+        """Whether this block is still the current block of all its optimizers.
+
+        After a `KeyboardInterrupt` a later block may have replaced it.
+        """
         return all(g.block is block for g, block in zip(self._members, self._member_blocks))
 
     def snapshot(self) -> BlockSnapshot:
-        """What a backward pass may change."""
+        """The count of passes and the gradients now, before a backward pass."""
         assert self._pass_counter is not None
         return BlockSnapshot(self, self._pass_counter.count, [g.snapshot() for g in self._members])
 
     def has_new_gradients_since(self, before: BlockSnapshot) -> bool:
-        """Whether gradients of the block's optimizers have changed."""
+        """Whether gradients of the block's optimizers have changed since `before`."""
         pairs = zip(self._members, before.of_members, strict=True)
         return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
 
     def was_reached_since(self, before: BlockSnapshot) -> bool:
-        """Whether a backward pass has reached the block's scaled loss."""
+        """Whether a backward pass has gone through the block's scaled loss since `before`."""
         return self._pass_counter is not None and self._pass_counter.count > before.pass_count
 
-    def refuse_other_scales(self, reached_blocks: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` unless all blocks in `reached_blocks` have the scale of this one.
+    def accept_pass(self, reached_blocks: list[ScaledBackward]) -> None:
+        """Count a backward pass of `reached_blocks` that changed gradients of this block.
 
-        A pass has reached their scaled losses, and has changed gradients of this block.
+        `reached_blocks` are the other blocks through whose scaled losses the pass went.  Raises
+        `AmpatchError` unless all of them have the scale of this block.
         """
         own_scale, scales = float(self.scale), [float(other.scale) for other in reached_blocks]
         if not scales and own_scale != 1.0:
@@ -232,11 +238,11 @@ class ScaledBackward:
             if scale != own_scale:
                 raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own_scale))
         if self._pass_counter is not None:
-            self._pass_counter.count += 1
+            self._pass_counter.count += 1  # the pass had the right scale
 
-    def refuse_second_scaling(self, reached_blocks: list[ScaledBackward]) -> None:
-        """Raise `AmpatchError` if the pass from this scaled loss has reached others, too."""
-        if any(float(other.scale) != 1.0 for other in reached_blocks):
+    def refuse_second_scaling(self, other_blocks: list[ScaledBackward]) -> None:
+        """Raise `AmpatchError` if a pass from this scaled loss was scaled by `other_blocks` too."""
+        if any(float(other.scale) != 1.0 for other in other_blocks):
             raise AmpatchError(_SCALED_TWICE % self._names())
 
     def _abandon(self) -> None:
@@ -246,7 +252,7 @@ class ScaledBackward:
     def _has_gradients_of_other_loss(self) -> bool:
         """Whether the block has new gradients, but no pass has reached its scaled loss.
 
-        Warns if it has no new gradients.
+        Warns if there was no pass and there are no new gradients.
         """
         if self._pass_counter is None or self._pass_counter.count:
             return False
@@ -275,9 +281,9 @@ class ScaledBackward:
                 leave_scaled(gradients, block, self._shared_scale)
             return
         scaler = self._scaler
-        is_delayed = self._delay_check
-        checks: list[tuple[Gradients, Check]] = []
-        flags: list[Flag] = []
+        is_delayed = self._delay_overflow_check
+        checks: list[tuple[OptimizerGradients, OverflowCheck]] = []
+        flags: list[OverflowFlag] = []
         for gradients, block in pairs:
             check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
@@ -296,18 +302,18 @@ class ScaledBackward:
 
 
 class BlockSnapshot(NamedTuple):
-    """An open block at the start of a backward pass."""
+    """The state of an open block at the start of a backward pass."""
 
     block: ScaledBackward
     pass_count: int
-    of_members: list[Snapshot]
+    of_members: list[GradSnapshot]
 
 
-def pass_begins(root: Any) -> Callable[[], None] | None:
-    """To be called before a backward pass from `root`, a tensor or several.
+def start_pass_check(root: Any) -> Callable[[], None] | None:
+    """Called before a backward pass from `root`, a tensor or a sequence of tensors.
 
-    Returns a check to call after the pass.  None: no block is open, or `root` is the scaled loss of
-    the only one, or the thread is in another pass.
+    Returns a check to call after the pass.  Returns None if no block is open, if `root` is the
+    scaled loss of the only open block, or if the thread is in another pass.
     """
     blocks = _thread_blocks.blocks
     if not blocks or (len(blocks) == 1 and root is blocks[0].scaled_loss):
@@ -328,16 +334,16 @@ def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
         if root is block.scaled_loss:
             block.refuse_second_scaling([other for other in reached_blocks if other is not block])
         if block not in reached_blocks and block.has_new_gradients_since(before):
-            block.refuse_other_scales(reached_blocks)
+            block.accept_pass(reached_blocks)
 
 
-def with_sharers(
+def with_optimizers_sharing_params(
     optimizers: list[ManagedOptimizer], all_optimizers: Sequence[ManagedOptimizer]
 ) -> list[ManagedOptimizer]:
     """`optimizers` and all that share a parameter with them, directly or through others."""
-    sharers = list(optimizers)
+    sharing = list(optimizers)
     rest = [optimizer for optimizer in all_optimizers if optimizer not in optimizers]
-    new = sharers if rest else []
+    new = sharing if rest else []
     while new:
         reached = {id(param) for optimizer in new for param in optimizer.parameters()}
         new = [
@@ -346,5 +352,5 @@ def with_sharers(
             if not reached.isdisjoint(map(id, optimizer.parameters()))
         ]
         rest = [optimizer for optimizer in rest if optimizer not in new]
-        sharers = [*sharers, *new]
-    return sharers
+        sharing = [*sharing, *new]
+    return sharing

@@ -1,17 +1,17 @@
-"""State dicts of loss scalers, loaded: ampatch's, apex's and `torch.amp.GradScaler`'s."""
+"""Loads state dicts of loss scalers: ampatch's, apex's and `torch.amp.GradScaler`'s."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..config.scale_settings import SETTINGS
+from ..config.scale_settings import SCALE_SETTING_NAMES
 from ..errors import type_name
 from ..log import logger
 from .loss_scaler import Scaler, checked_entry
 
 
 def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
-    """Give each scaler its entry of `state`; see `ampatch.load_state_dict`, and what it raises."""
+    """Load each scaler's entry of `state`.  Raises the errors of `ampatch.load_state_dict`."""
     if is_grad_scaler_state(state):
         state = dict.fromkeys(scalers, from_grad_scaler(state))
     if not isinstance(state, dict):
@@ -23,7 +23,7 @@ def load_entries(scalers: dict[str, Scaler], state: Any) -> None:
     if not present:
         raise ValueError(
             f"ampatch.load_state_dict(state): state holds {unknown}, expected {list(scalers)}. "
-            'Pass what state_dict() has returned, such as checkpoint["amp"].'
+            'Pass a dictionary that state_dict() has returned, such as checkpoint["amp"].'
         )
     for name in present:
         what = f"ampatch.load_state_dict(state): state[{name!r}]"
@@ -51,5 +51,5 @@ def is_grad_scaler_state(state: Any) -> bool:
 
 def from_grad_scaler(state: dict[str, Any]) -> dict[str, Any]:
     """The entry of one loss scaler from a `torch.amp.GradScaler`'s `state_dict()`."""
-    settings = {name: state[name] for name in SETTINGS if name in state}
+    settings = {name: state[name] for name in SCALE_SETTING_NAMES if name in state}
     return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"], **settings}

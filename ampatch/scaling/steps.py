@@ -1,7 +1,7 @@
 """The steps that an optimizer took and skipped: their counts, and messages about them.
 
 For most optimizers the host decides whether to step.  The kernels of fused optimizers decide on the
-device, where their steps are counted, and the host does not wait for these counts.
+device.  Their steps are counted there, and counting them does not synchronize.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private import foreach
-from ..torch_private.devices import AsyncCopy, is_captured
-from .gradients import Gradients
+from ..torch_private.devices import AsyncCopy, is_stream_capturing
+from .gradients import OptimizerGradients
 from .unscaling import real_values
 
-_SHOWN = 5  # parameters named in a message
-_STREAK = 10  # skips in a row; from the tenth on, only some are logged
+_MAX_NAMES_SHOWN = 5  # the maximum number of parameters that a message names
+_MANY_SKIPS = 10  # from this number of skips in a row on, only each doubling is logged
 _LEFT_OVER = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
@@ -28,7 +28,7 @@ _LEFT_OVER = (
 
 
 class StepCounts(NamedTuple):
-    """The steps of one optimizer since `initialize`."""
+    """The numbers of steps of one optimizer since `initialize`."""
 
     taken: int
     skipped: int
@@ -36,18 +36,19 @@ class StepCounts(NamedTuple):
 
 
 class StepCounter:
-    """The counts of one optimizer."""
+    """Counts the steps of one optimizer, on the host until `record` gets a tensor."""
 
     def __init__(self) -> None:
-        self._taken = self._skipped = self._in_a_row = 0  # until a device counts
-        self._on_device: Tensor | None = None  # the numbers: all steps, skipped, skipped in a row
-        self._elements: list[Tensor] = []  # of `_on_device`
+        self._taken = self._skipped = self._in_a_row = 0  # the counts on the host
+        # The counts on a device: all steps, skipped steps, steps skipped in a row.
+        self._on_device: Tensor | None = None
+        self._elements: list[Tensor] = []  # the three counts of `_on_device`, as 0-dim tensors
         self._copy: AsyncCopy | None = None
-        self._since_copy = 0  # steps since the last copy
-        self._reported = 0  # skipped steps that `unreported` has returned
+        self._since_copy = 0  # the number of steps since the last copy
+        self._reported = 0  # the number of skipped steps that `take_unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
-        """Count a step.  `skipped` may be a 0-dim tensor, 1 for a skipped step; nothing waits."""
+        """Count a step, without a host sync.  `skipped` may be a 0-dim tensor, 1 if skipped."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
         elif self._on_device is not None:
@@ -72,65 +73,68 @@ class StepCounter:
         torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # in_a_row + 1, or 0
 
     def read(self) -> StepCounts:
-        """The counts.  Waits for the device if it has them."""
+        """The counts.  Synchronizes with the device if they are there."""
         if self._on_device is None:
             return StepCounts(self._taken, self._skipped, self._in_a_row)
         return _counts(self._on_device.tolist())
 
-    def unreported(self, limit: int) -> tuple[StepCounts, int] | None:
+    def take_unreported(self, max_consecutive_skips: int) -> tuple[StepCounts, int] | None:
         """The counts, and how many steps were skipped since the last call.
 
-        None if none was, or if the host would have to wait: counts of a device are copied every
-        `limit // 4` steps, and read when they have arrived.
+        Returns None if no step was skipped, or if the counts are not on the host yet: counts on a
+        device are copied every `max_consecutive_skips // 4` steps, and read when they have arrived.
         """
         if self._on_device is None and self._skipped == self._reported:
             return None
-        counts = self.read() if self._on_device is None else self._read_copy(self._on_device, limit)
+        if self._on_device is None:
+            counts: StepCounts | None = self.read()
+        else:
+            counts = self._read_copy(self._on_device, max_consecutive_skips // 4)
         if counts is None or counts.skipped == self._reported:
             return None
         new = counts.skipped - self._reported
         self._reported = counts.skipped
         return counts, new
 
-    def _read_copy(self, on_device: Tensor, limit: int) -> StepCounts | None:
+    def _read_copy(self, on_device: Tensor, interval: int) -> StepCounts | None:
         self._since_copy += 1
-        if is_captured(on_device):
+        if is_stream_capturing(on_device):
             return None
-        if self._copy is None and self._since_copy >= limit // 4:
+        if self._copy is None and self._since_copy >= interval:
             self._copy = AsyncCopy(on_device)
             self._since_copy = 0
-        if self._copy is None or (numbers := self._copy.value()) is None:
+        if self._copy is None or (values := self._copy.value()) is None:
             return None
         self._copy = None
-        return _counts(numbers)
+        return _counts(values)
 
 
-def _counts(numbers: list[float]) -> StepCounts:
-    steps, skipped, in_a_row = map(int, numbers)
+def _counts(values: list[float]) -> StepCounts:
+    steps, skipped, in_a_row = map(int, values)
     return StepCounts(steps - skipped, skipped, in_a_row)
 
 
 class SessionForReports(Protocol):
     """What the messages about steps need of the session."""
 
-    max_skips: int  # skips in a row that are logged as an error
-    last_loss: Callable[[], Tensor | None]  # that of the last block, if it is still in use
+    max_consecutive_skips: int  # this number of skips in a row is logged as an error
+    last_loss: Callable[[], Tensor | None]  # returns the loss of the last block if it still exists
 
     @property
-    def wants_blocks(self) -> bool:
-        """Whether steps are to come after `scale_loss`."""
+    def requires_scale_loss_blocks(self) -> bool:
+        """Whether to warn about a step without a `scale_loss` block before it."""
 
     def parameter_names(self) -> dict[int, str]:
         """Module paths of the models' parameters, by ids of the parameters."""
 
     def converted_ids(self) -> set[int]:
-        """Ids of the parameters that a level has made half."""
+        """Ids of the parameters that an opt level has made half."""
 
 
 class StepReports:
-    """The messages about the steps of one optimizer."""
+    """Logs the messages about the steps of one optimizer."""
 
-    def __init__(self, optimizer: Any, gradients: Gradients, counter: StepCounter) -> None:
+    def __init__(self, optimizer: Any, gradients: OptimizerGradients, counter: StepCounter) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._gradients = gradients
@@ -138,17 +142,21 @@ class StepReports:
         self._has_warned_of_no_block = False
         self._has_warned_of_loss = False
         self._steps = 0
-        self._first_dtypes: dict[int, torch.dtype] = {}  # by the ids of parameters
+        self._first_dtypes: dict[int, torch.dtype] = {}  # by the id of the parameter
 
     def record_dtypes(self) -> None:
         """Record the dtypes that parameters have now."""
-        self._newly_half()
+        self._take_newly_half()
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
-        if (unreported := self._counter.unreported(session.max_skips)) is not None:
+        unreported = self._counter.take_unreported(session.max_consecutive_skips)
+        if unreported is not None:
             self._log_skipped(*unreported, session)
-        if not (self._gradients.had_block or self._has_warned_of_no_block) and session.wants_blocks:
+        if (
+            not (self._gradients.had_block or self._has_warned_of_no_block)
+            and session.requires_scale_loss_blocks
+        ):
             self._warn_without_block()
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after 1, 2, 4, 8, ...
@@ -157,16 +165,20 @@ class StepReports:
     def _log_skipped(self, counts: StepCounts, new: int, session: SessionForReports) -> None:
         """Log that `new` more steps were skipped; from ten in a row on, only at each doubling.
 
-        An error about many in a row waits for the device.  A loss on a device is read only from ten
-        in a row on: that waits too, and training is at a standstill then.
+        Logging the error about `max_consecutive_skips` skips in a row synchronizes with the device.
+        So does reading a loss on an accelerator, which therefore happens only after ten skips in a
+        row, when training has stalled anyway.
         """
         streak = counts.skipped_in_a_row
-        is_left_over = streak > 1 and self._gradients.is_left_over()
+        is_left_over = streak > 1 and self._gradients.overflow_is_left_over()
         steps = "a step" if new == 1 else f"{new} steps"
-        if streak >= _STREAK:
+        if streak >= _MANY_SKIPS:
             steps = f"{streak} steps in a row"
         before = max(0, streak - new)
-        if streak < _STREAK or (streak // _STREAK).bit_length() > (before // _STREAK).bit_length():
+        if (
+            streak < _MANY_SKIPS
+            or (streak // _MANY_SKIPS).bit_length() > (before // _MANY_SKIPS).bit_length()
+        ):
             logger.info(
                 "Gradient overflow: %s skipped %s (%d of %d since initialize)%s.",
                 self._name,
@@ -176,14 +188,14 @@ class StepReports:
                 f": {_LEFT_OVER}" if is_left_over else "",
             )
         loss = None if self._has_warned_of_loss else session.last_loss()
-        if loss is not None and (loss.is_cpu or streak >= _STREAK) and _is_not_finite(loss):
+        if loss is not None and (loss.is_cpu or streak >= _MANY_SKIPS) and _is_not_finite(loss):
             self._has_warned_of_loss = True
             logger.warning(
-                "The loss is inf or NaN before it is scaled: the forward makes it, and no loss "
-                "scale cures it. To see where: ampatch run --debug SCRIPT, or "
-                "ampatch.debug(model)."
+                "The loss is inf or NaN before it is scaled. The forward pass produces it, so "
+                "changing the loss scale does not help. To see where: ampatch run --debug SCRIPT, "
+                "or ampatch.debug(model)."
             )
-        if streak >= session.max_skips > streak - new and is_left_over:
+        if streak >= session.max_consecutive_skips > streak - new and is_left_over:
             logger.error(
                 "%d steps of %s in a row were skipped. The last one had finite new gradients, but "
                 "%s. First such gradients: %s.",
@@ -192,7 +204,7 @@ class StepReports:
                 _LEFT_OVER,
                 self._nonfinite_grads(session.parameter_names()),
             )
-        elif streak >= session.max_skips > streak - new:
+        elif streak >= session.max_consecutive_skips > streak - new:
             logger.error(
                 "%d steps of %s in a row were skipped because gradients held inf or NaN. First "
                 "such gradients: %s. If ampatch.loss_scale() is already small, the scale is not "
@@ -210,15 +222,15 @@ class StepReports:
             for path, param in self._params_with_paths()
             if param.grad is not None and not bool(torch.isfinite(real_values(param.grad)).all())
         ]
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        more = f" and {len(bad) - _MAX_NAMES_SHOWN} more" if len(bad) > _MAX_NAMES_SHOWN else ""
         return (
-            ", ".join(bad[:_SHOWN]) + more
-        ) or "none here now (zeroed since, or on another rank)"
+            ", ".join(bad[:_MAX_NAMES_SHOWN]) + more
+        ) or "none on this rank any more (they were zeroed, or are on another rank)"
 
     def _warn_without_block(self) -> None:
-        """Warn once of a step without `scale_loss` under a dynamic scale.
+        """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Libraries create an optimizer's state by a step at a learning rate of 0: no warning.
+        Steps at a learning rate of 0 are no reason: libraries create an optimizer's state by one.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
@@ -233,8 +245,8 @@ class StepReports:
         )
 
     def _warn_of_new_half(self, session: SessionForReports) -> None:
-        """Warn of parameters that have become half since `initialize`, and not by an opt level."""
-        if not (params := self._newly_half()):
+        """Warn about parameters that became half after `initialize`, except by an opt level."""
+        if not (params := self._take_newly_half()):
             return
         names = session.parameter_names()
         converted = session.converted_ids()
@@ -252,8 +264,8 @@ class StepReports:
                     param.dtype,
                 )
 
-    def _newly_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters, with paths, that were FP32 at the first call and are half; each only once."""
+    def _take_newly_half(self) -> list[tuple[str, Tensor]]:
+        """Parameters, with paths, that became half since an earlier call; each is returned once."""
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)
@@ -271,5 +283,5 @@ class StepReports:
 
 
 def _is_not_finite(loss: Tensor) -> bool:
-    """Whether a loss is inf or NaN; a loss on the CPU needs no wait."""
+    """Whether a loss is inf or NaN.  Synchronizes with the loss's device."""
     return not torch.isfinite(real_values(loss)).all().tolist()

@@ -1,4 +1,4 @@
-"""Lists of gradients, in few kernels: unscaled, multiplied, added to earlier ones."""
+"""Unscales, multiplies and adds lists of gradients, in few kernels."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from ..config.opt_levels import HALF_DTYPES
 from ..native import part
 from ..torch_private import foreach
 from ..torch_private.amp_kernels import check_and_unscale_
-from ..torch_private.devices import is_owned_by_host
+from ..torch_private.devices import can_read_without_sync
 from ..torch_private.dtensors import are_laid_out_alike, local_of
-from .scale_value import Flag
+from .scale_value import OverflowFlag
 
 _dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_sparse"))
 _HALF = frozenset(HALF_DTYPES)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default
-"""Not `torch.reciprocal`, which is patched: reports would count the call as the script's."""
+"""Not `torch.reciprocal`, which is patched: cast reports count its calls as calls of the script."""
 
 
-def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> Flag:
+def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> OverflowFlag:
     """Divide gradients by `scale` (0-dim), in place; returns whether they had an inf or NaN.
 
-    `as_bool`: as a `bool`, which waits for the device; else a 0-dim FP32 tensor beside `scale`.
+    `as_bool`: returns a `bool`, which synchronizes with the device; else a 0-dim FP32 tensor on the
+    device of `scale`.
 
     In C++: `unscale` of `gradients.h`.
     """
@@ -47,13 +48,13 @@ def unscale_(grads: list[Tensor], scale: Tensor, *, as_bool: bool) -> Flag:
 def multiply_(grads: list[Tensor], factor: Any) -> None:
     """Multiply gradients by a number or a 0-dim tensor, in place.
 
-    On the CPU torch rounds a number to the dtype of the list: 65536 would be inf for float16.  So
-    half gradients get a tensor, which keeps its dtype.
+    On the CPU torch rounds a number to the dtype of the list, and 65536 would be inf in float16.
+    So half gradients are multiplied by a tensor, which keeps its dtype.
     """
     for device, group in _kernel_groups(grads):
         if isinstance(factor, Tensor):
             foreach.mul_(group, factor.to(device))
-        elif is_owned_by_host(device) and not _HALF.isdisjoint(map(_dtype, group)):
+        elif can_read_without_sync(device) and not _HALF.isdisjoint(map(_dtype, group)):
             foreach.mul_(group, torch.tensor(factor, dtype=torch.float64, device=device))
         else:
             foreach.mul_(group, factor)
@@ -67,7 +68,7 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
         new = tensor.grad
         if new is None:
             tensor.grad = grad
-        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # what `foreach.add_` can add
+        elif are_laid_out_alike(grad, new) and not grad.is_conj():  # `foreach.add_` can add these
             earlier.append(local_of(grad))
             more.append(local_of(new))
             tensor.grad = grad
@@ -78,7 +79,7 @@ def add_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """The `real_values` of gradients, in lists that one kernel takes together, by device."""
+    """The `real_values` of gradients, in lists for one kernel each, with the list's device."""
     if (
         set(map(type, grads)) == {Tensor}
         and (len(grads) == 1 or all(map(_is_cpu, grads)))
@@ -93,10 +94,10 @@ def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]
 
 
 def real_values(grad: Tensor) -> Tensor:
-    """The tensor of real numbers that a gradient consists of.
+    """The values of a gradient as a plain real tensor that shares its memory.
 
-    That is the values of a sparse gradient, the local tensor of a DTensor, or a complex one viewed
-    as real numbers; all share its memory.
+    Of a sparse gradient these are its `_values()`, of a DTensor the local tensor.  Complex values
+    are viewed as real numbers.
     """
     grad = local_of(grad)
     grad = grad._values() if grad.is_sparse else grad

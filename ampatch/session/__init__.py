@@ -4,8 +4,8 @@ Where to look first:
 
 * one session: `session`; what it casts: `policies`;
 * who manages a model or an optimizer: `object_registry`, one per process;
-* what else a process has once: `registry`; who is notified of events: `observers`; which tools of
-  torch are replaced, and what they ask: `torch_tools`; what the ranks of one model compare:
+* the other objects of which a process has only one: `registry`; who is notified of events:
+  `observers`; which tools of torch are replaced: `torch_tools`; the settings that ranks compare:
   `ranks`;
-* what the rooms above the public API, and code for other frameworks, may import: `facade`.
+* what the packages above the public API, and code for other frameworks, may import: `facade`.
 """

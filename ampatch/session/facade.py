@@ -1,4 +1,4 @@
-"""The names of the engine that the rooms above the public API use, besides `ampatch` itself.
+"""The names of the engine that the packages above the public API use, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch`, `sweep` and `tune` import `ampatch`,
 this module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..casting.autocast_interop import silence
+from ..casting.autocast_interop import ignore_region
 from ..casting.cast_observers import CastObserver, observers
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.patches import PatchSet
@@ -40,6 +40,7 @@ __all__ = [
     "drop_pending_updates",
     "edit_tables",
     "evaluates_first",
+    "ignore_region",
     "in_step",
     "listed_function",
     "load_entries",
@@ -51,9 +52,8 @@ __all__ = [
     "open_sessions",
     "release_model",
     "replacement_of",
-    "scaling_sessions",
+    "scaling_or_latest_sessions",
     "session_of",
-    "silence",
     "stop_observing_casts",
     "tensors_within",
     "with_apex_tables",
@@ -72,21 +72,22 @@ def open_sessions() -> list[Session]:
     return list(registry.sessions)
 
 
-def scaling_sessions() -> list[Session]:
-    """The sessions that have optimizers, newest last; if there are none, the one opened last."""
+def scaling_or_latest_sessions() -> list[Session]:
+    """The sessions that have optimizers, newest last, or if there are none, the one opened last."""
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
 def open_automatic_session(properties: Properties) -> tuple[Session, OutermostForwards]:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    The caller scales each backward pass with `session.scaled_backward`, and replaces
-    `nn.Module.__call__` by `forwards.around(nn.Module.__call__)`, with the second value returned.
-    Calls are cast on accelerators, and on the devices of optimizers that `manage_optimizer` adds.
+    Returns `(session, forwards)`.  The caller scales each backward pass with
+    `session.scaled_backward`, and replaces `nn.Module.__call__` by
+    `forwards.around(nn.Module.__call__)`.  Calls are cast on accelerators, and on the devices of
+    optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
-    session.scales_by_itself = True
-    session.forwards = OutermostForwards(session.policies.tables, registry.state)
+    session.scales_automatically = True
+    session.forwards = OutermostForwards(session.policies.tables_policy, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
@@ -104,7 +105,7 @@ def with_apex_tables() -> Iterator[None]:
 
 
 def release_model(model: nn.Module) -> None:
-    """Take a model out of its session, if it is in one, as `initialize` does for a new one."""
+    """Remove a model from its session, if it has one, as `initialize` does for a new session."""
     session = registry.objects.session_of(model)
     if session is not None:
         session.release(model)
@@ -114,8 +115,8 @@ def release_model(model: nn.Module) -> None:
 def in_step(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager around a framework's step: a method of a managed model, not its forward.
 
-    At O2 and O3 the code of the step is outside the model: submodules that it calls get half inputs
-    and return FP32.
+    At O2 and O3 the code of the step is outside the model: submodules that the step calls get half
+    inputs and return FP32.
     """
     managed = registry.objects.managed(model)
     return contextlib.nullcontext() if managed is None else managed.in_step()
@@ -140,20 +141,20 @@ def drop_pending_updates(session: Session, scaler: Scaler) -> None:
 
 
 def observe_casts(observer: CastObserver) -> None:
-    """Tell `observer` of each patched call and cast, in all threads, from now on."""
+    """Notify `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
-    registry.state.acquire(observer)
+    registry.state.acquire_thread_policies(observer)
 
 
 def stop_observing_casts(observer: CastObserver) -> None:
-    """Undo `observe_casts`; harmless if it was undone before."""
+    """Undo `observe_casts`.  A second call does nothing."""
     if observer in observers:
         observers.remove(observer)
-        registry.state.release(observer)
+        registry.state.release_thread_policies(observer)
 
 
 def listed_function(where: str, name: str) -> Any:
-    """The attribute `name` of a namespace of the tables in this torch, or None.
+    """Return the attribute `name` of the op tables' namespace `where`, or None if torch lacks it.
 
     A static method is returned as such, not as the function inside.
     """

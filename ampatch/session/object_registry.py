@@ -1,4 +1,4 @@
-"""Who manages this model, or this optimizer?  The registry of the process that answers this."""
+"""The process's registry: which session manages a model or an optimizer, and by which object."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from ..models.managed_model import ManagedModel
 
 Session = TypeVar("Session")
 Managed = TypeVar("Managed")
-Entries = dict[int, "weakref.ref[Managed]"]
-"""Managed counterparts by the ids of the user's objects; in a disabled session the objects."""
+ManagedRefs = dict[int, "weakref.ref[Managed]"]
+"""Weak references to the managed counterparts, by the id of the user's object.
+
+In a disabled session the counterpart is the object itself.
+"""
 
 
 class ObjectRegistry(Generic[Session]):
-    """The session and the managed counterpart of each object that `initialize` was given.
+    """The session and the managed counterpart of each object that was passed to `initialize`.
 
     The object (by its hooks or methods) and its counterpart refer to each other.  The registry has
     a weak reference to the counterpart: when the user's code drops the object, both are collected,
-    and the entry goes.  In a disabled session an object is its own counterpart.  An object is in
-    one session at a time: the one that put it last.
+    and the entry is removed.  In a disabled session an object is its own counterpart.  An object is
+    in one session at a time: the session that called `put` last.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,7 @@ class ObjectRegistry(Generic[Session]):
         return len(self._entries)
 
     def put(self, obj: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
-        """Record that `obj` is in `session`; returns a weak reference to its counterpart."""
+        """Record that `obj` is in `session`.  Returns a weak reference to its counterpart."""
         key = id(obj)
         entries = self._entries
 
@@ -43,13 +46,13 @@ class ObjectRegistry(Generic[Session]):
         return ref
 
     def remove(self, key: int, session: Session) -> None:
-        """Forget an object (its id) that has left `session`, unless another session has it now."""
+        """Remove the entry of an object (its id), unless another session than `session` has it."""
         entry = self._entries.get(key)
         if entry is not None and entry[0] is session:
             del self._entries[key]
 
     def find(self, obj: Any) -> tuple[Session, Any] | None:
-        """`(session, counterpart)`, or None for an object in no session.
+        """Return `(session, counterpart)`, or None if the object is in no session.
 
         The counterpart is None in a disabled session.
         """
@@ -57,22 +60,22 @@ class ObjectRegistry(Generic[Session]):
         if entry is None:
             return None
         managed = entry[1]()
-        if managed is None:  # it was collected, and its entry is about to go
+        if managed is None:  # collected: `collected` is about to remove the entry
             return None
         return entry[0], None if managed is obj else managed
 
     def find_optimizer(self, optimizer: Any) -> tuple[Session, Any] | None:
-        """As `find`, for an optimizer, or for a framework's object that stands for one."""
+        """Like `find`, but for an optimizer or a framework's object that wraps one."""
         entry = self.find(optimizer)
         if entry is None:
             entry = self.find(self.unwrapped_optimizer(optimizer))
         return None if entry is None or isinstance(entry[1], ManagedModel) else entry
 
     def unwrapped_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer of a session that `optimizer` stands for, else `optimizer` itself.
+        """Return a session's optimizer for which `optimizer` stands, else `optimizer` itself.
 
         accelerate's `AcceleratedOptimizer` and Lightning's `LightningOptimizer` have the optimizer
-        as `.optimizer` and share its `param_groups`.  A scheduler does not share them.
+        as `.optimizer` and share its `param_groups`.  A scheduler has no `param_groups`.
         """
         candidate = optimizer
         tried = set()
@@ -98,8 +101,8 @@ class ObjectRegistry(Generic[Session]):
         return None if entry is None else entry[1]
 
 
-def alive(*entries: Entries[Managed]) -> list[Managed]:
-    """The counterparts that are still in use."""
+def live_counterparts(*entries: ManagedRefs[Managed]) -> list[Managed]:
+    """The counterparts that are not yet garbage-collected."""
     return [
         managed for refs in entries for ref in list(refs.values()) if (managed := ref()) is not None
     ]

@@ -15,26 +15,27 @@ from ..scaling.scaled_backward import refuse_attribute
 class Observers:
     """Calls the method of each observer that has the name of an event.
 
-    `all` is a plain attribute, so that a training step can skip computing an event's arguments.
+    `registered` is a plain attribute: a training step reads it before it computes an event's
+    arguments.
     """
 
     def __init__(self) -> None:
-        self.all: list[Any] = []
+        self.registered: list[Any] = []
 
     def add(self, observer: Any) -> Callable[[], None]:
-        """Notify `observer` from now on; returns a function that removes it."""
-        self.all.append(observer)
-        return lambda: self.all.remove(observer) if observer in self.all else None
+        """Notify `observer` from now on.  Returns a function that removes it."""
+        self.registered.append(observer)
+        return lambda: self.registered.remove(observer) if observer in self.registered else None
 
     def notify(self, event: str, *values: Any) -> None:
-        """Call the method `event(*values)` of the observers that have it."""
-        for observer in list(self.all):  # a method may remove its observer
+        """Call `observer.event(*values)` for each observer that has this method."""
+        for observer in list(self.registered):  # a method may remove its observer
             method = getattr(observer, event, None)
             if method is not None:
                 method(*values)
 
     def around(self, block: AbstractContextManager[Tensor], loss_id: int) -> ObservedBlock:
-        """A `scale_loss` block that notifies observers after its backward pass and at its end."""
+        """Wrap a `scale_loss` block: it notifies after its backward pass and at its end."""
         return ObservedBlock(block, self, loss_id)
 
 
@@ -56,7 +57,7 @@ class ObservedBlock:
             self._block.__exit__(exc_type, *details)
             return
         with contextlib.ExitStack() as stack:
-            stack.push(self._block)  # the block sees an exception of an observer as one inside it
+            stack.push(self._block)  # an observer's exception counts as raised inside the block
             self._observers.notify("on_backward", self._loss_id)
         self._observers.notify("on_unscaled", self._loss_id)
 

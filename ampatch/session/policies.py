@@ -14,71 +14,73 @@ from torch.nn import Parameter
 from ..casting.arguments import tensors_in
 from ..casting.calls import CastState
 from ..casting.policy import Policy
-from ..casting.rules import Choose, dtype_of
+from ..casting.rules import ChooseDtype, dtype_of
 from ..casting.special_ops import prepare_attention
 from ..config.opt_levels import HALF_DTYPES, Properties
-from ..models.managed_model import SlotsById
+from ..models.managed_model import ParameterOwners
 from ..models.module_overrides import ModuleOverride
 from ..torch_private.devices import device_types, initial_cast_devices
 from ..torch_private.probes import current_backward_pass
 
 
 class Policies:
-    """The policies of one session; opt level and models decide which is active.
+    """The policies of one session.  The opt level and the models decide which is active.
 
-    `tables` is that of O1.  `mixed_dtypes` is for half models in whose forward a call gets FP32 and
-    half tensors.  Both share one weight cache.  `functions`: see `Policy`.
+    `tables_policy`: the policy of O1.  `mixed_dtypes_policy`: for half models in whose forward a
+    call gets FP32 and half tensors.  Both share one weight cache.  `functions`: see `Policy`.
     """
 
     def __init__(
-        self, properties: Properties, functions: dict[Any, Choose], state: CastState
+        self, properties: Properties, functions: dict[Any, ChooseDtype], state: CastState
     ) -> None:
         self._properties = properties
         self._state = state
         model_dtype = properties.cast_model_type
-        self.half = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
-        self.tables = Policy(
-            half_to=self.half,
+        self.half_dtype = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
+        self.tables_policy = Policy(
+            half_to=self.half_dtype,
             functions=functions,
             allow_banned=properties.allow_banned,
             devices=initial_cast_devices(),
         )
-        self.mixed_dtypes = dataclasses.replace(self.tables, condition=has_mixed_dtypes)
-        for policy in (self.tables, self.mixed_dtypes):
+        self.mixed_dtypes_policy = dataclasses.replace(
+            self.tables_policy, condition=has_mixed_dtypes
+        )
+        for policy in (self.tables_policy, self.mixed_dtypes_policy):
             prepare_attention(policy, state)
-        self.cache = self.tables.cache
+        self.cache = self.tables_policy.cache
 
-    def policy_of_models(self) -> Policy | None:
-        """The policy of the models' forwards: `tables` at O1, else None."""
-        return self.tables if self._properties.patch_torch_functions else None
+    def model_forward_policy(self) -> Policy | None:
+        """The policy of the models' forwards: `tables_policy` at O1, else None."""
+        return self.tables_policy if self._properties.patch_torch_functions else None
 
     def module_override(self, module: nn.Module, precision: str) -> ModuleOverride:
-        """The override that runs a submodule in a precision of its own: "float" or "half"."""
+        """Return the override that runs a submodule in its own precision, "float" or "half"."""
         properties = self._properties
         policy = None
-        dtype = torch.float32 if precision == "float" else self.half
+        dtype = torch.float32 if precision == "float" else self.half_dtype
         if properties.patch_torch_functions:
-            policy = self.tables.casting_all_to(dtype)
+            policy = self.tables_policy.casting_all_to(dtype)
             prepare_attention(policy, self._state)
         return ModuleOverride(module, dtype, self._state, policy, properties.cast_model_type)
 
     def cast_everywhere(self) -> None:
-        """Cast on every device: no model limits the devices."""
-        self.tables.devices = None
+        """Cast on every device.  For sessions without models, which would limit the devices."""
+        self.tables_policy.devices = None
 
     def cast_on(self, devices: set[str]) -> None:
-        """Cast on these device types too, where casting is limited to some."""
-        if self.tables.devices is not None:
-            self.tables.devices |= devices
+        """Cast on these device types too, if casts are limited to some device types."""
+        if self.tables_policy.devices is not None:
+            self.tables_policy.devices |= devices
 
     def cast_on_accelerators(self) -> None:
-        """Without models: cast on all accelerators, and on the devices of `cast_on`."""
-        self.tables.devices = initial_cast_devices()
+        """Cast on all accelerators, and on the devices of later `cast_on`.  For no models."""
+        self.tables_policy.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
 
 def outside_backward(policy: Policy) -> Policy:
-    """This policy, but without casts in a backward pass, where hooks compute."""
+    """Return `policy` without casts in backward passes, in which hooks may compute."""
     condition = policy.condition
 
     def is_outside(args: tuple, kwargs: dict) -> bool:
@@ -89,16 +91,16 @@ def outside_backward(policy: Policy) -> Policy:
     return dataclasses.replace(policy, condition=is_outside, in_forwards=policy)
 
 
-def limited_to_slots(policy: Policy, slot_maps: Sequence[SlotsById]) -> Policy:
-    """`policy` for calls on half tensors, or on parameters that stand in these slots."""
-    return dataclasses.replace(policy, condition=_has_half_or_parameter(slot_maps))
+def limited_to_parameters(policy: Policy, owner_maps: Sequence[ParameterOwners]) -> Policy:
+    """Return `policy` limited to calls on half tensors or on parameters in `owner_maps`."""
+    return dataclasses.replace(policy, condition=_has_half_or_parameter(owner_maps))
 
 
-def _has_half_or_parameter(slot_maps: Sequence[SlotsById]) -> Callable[[tuple, dict], bool]:
+def _has_half_or_parameter(owner_maps: Sequence[ParameterOwners]) -> Callable[[tuple, dict], bool]:
     def is_parameter(tensor: Tensor) -> bool:
-        for slots in slot_maps:
-            slot = slots.get(id(tensor))
-            if slot is not None and getattr(slot[0](), slot[1], None) is tensor:
+        for owners in owner_maps:
+            owner = owners.get(id(tensor))
+            if owner is not None and getattr(owner[0](), owner[1], None) is tensor:
                 return True
         return False
 
@@ -123,7 +125,7 @@ def has_mixed_dtypes(args: tuple, kwargs: dict) -> bool:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors of a call.  Every call runs this, so usual values take no generator."""
+    """The tensors of a call.  Each call runs this, so the usual types take the fast path."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         cls = type(value)

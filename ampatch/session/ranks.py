@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.opt_levels import level
+from ..config.opt_levels import level_defaults
 from ..errors import AmpatchError
 
 _NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
@@ -19,13 +19,13 @@ _NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank
 def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
     """Raise `AmpatchError` on each rank that is about to wrap `model`, unless all ranks agree.
 
-    This is an all_gather of one number.  DDP itself begins with such an all_gather, so a rank where
+    Calls all_gather with one number.  DDP itself begins with such an all_gather, so a rank on which
     ampatch does not manage the model takes part too, and raises torch's error.
     """
     sent = [param for param in model.parameters() if param.requires_grad]
     if not (sessions and sent) or dist.get_rank(group) < 0:
         return
-    text = "; ".join(map(_arguments, sessions))
+    text = "; ".join(map(_describe_settings, sessions))
     digest = torch.tensor([zlib.crc32(text.encode()) >> 1], device=sent[0].device)
     digests = [digest.clone() for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, digest, group=group)
@@ -37,10 +37,11 @@ def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
         )
 
 
-def _arguments(session: Any) -> str:
-    """The arguments of `initialize` that the level does not imply, and the loss scales now."""
+def _describe_settings(session: Any) -> str:
+    """The settings that differ from the opt level's defaults, and the present loss scales."""
     properties = session.properties
-    usual = vars(level(properties.opt_level, properties.dtype)) | {"opt_level": None, "dtype": None}
+    usual = vars(level_defaults(properties.opt_level, properties.dtype))
+    usual |= {"opt_level": None, "dtype": None}
     shown = {name: value for name, value in vars(properties).items() if value != usual[name]}
     overrides = [*session.overrides.modules, *session.overrides.functions.items()]
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
@@ -51,9 +52,9 @@ def _arguments(session: Any) -> str:
 
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
-    """Raise `AmpatchError` for a model whose ranks would get different scales in `join`."""
+    """Raise `AmpatchError` for a model whose ranks would get different loss scales in `join`."""
     scaling = [session for session in sessions if session.has_losses()]
-    if any(s.looks_for_overflow() or s.process_group is not None for s in scaling):
+    if any(s.checks_for_overflow() or s.process_group is not None for s in scaling):
         raise AmpatchError(
             f"{type(model).__name__}.join(): a rank without data does not see an overflow of the "
             "others, and its loss scale would stay behind. Expected a static scale and no "

@@ -19,22 +19,22 @@ from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers.state import fit_state
-from .object_registry import Entries, ObjectRegistry, alive
+from .object_registry import ManagedRefs, ObjectRegistry, live_counterparts
 from .observers import Observers
-from .policies import Policies, has_mixed_dtypes, limited_to_slots, outside_backward
+from .policies import Policies, has_mixed_dtypes, limited_to_parameters, outside_backward
 from .torch_tools import TorchTools
 
 
 class OpenSession(Protocol):
-    """What the registry needs of a session."""
+    """The part of a session that the registry uses."""
 
     properties: Properties
     policies: Policies
-    model_entries: Entries[ManagedModel]
-    optimizer_entries: Entries[ManagedOptimizer]
+    model_entries: ManagedRefs[ManagedModel]
+    optimizer_entries: ManagedRefs[ManagedOptimizer]
     is_open: bool
     may_cast: bool
-    handle: Any
+    init_handle: Any
     forwards: OutermostForwards | None
 
     @property
@@ -67,30 +67,30 @@ class Registry(Generic[Session]):
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
         self.objects: ObjectRegistry[Session] = ObjectRegistry()
-        self.opens_with_apex_tables = False  # sessions that open now follow apex's op tables
+        self.opens_with_apex_tables = False  # whether new sessions follow apex's op tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
     def add(self, session: Session) -> None:
-        """A session opens."""
+        """Add a session that opens."""
         self.sessions = [*self.sessions, session]
         self.refresh()
 
     def remove(self, session: Session) -> None:
-        """A session closes."""
+        """Remove a session that closes."""
         self.sessions = [other for other in self.sessions if other is not session]
         self.refresh()
 
     def close_empty(self) -> None:
-        """Close sessions whose models and optimizers are all in later sessions now."""
+        """Close sessions that have released all their models and optimizers."""
         for session in list(self.sessions):
             if session.is_empty():
                 session.close()
 
     def close_all(self) -> None:
-        """Close every session, newest first; one that fails does not keep the others.
+        """Close every session, newest first.  If closing one fails, the others are still closed.
 
         Raises the errors at the end, after everything else is restored.
         """
@@ -101,35 +101,35 @@ class Registry(Generic[Session]):
         undo.end()
 
     def latest(self, user_call: str) -> Session:
-        """The session opened last; not one whose models and optimizers are gone.
+        """The session opened last whose models and optimizers still exist.
 
-        Raises `AmpatchError` when none is open.
+        Raises `AmpatchError` if there is none.
         """
         session = next((each for each in reversed(self.sessions) if each.is_alive()), None)
         if session is None:
             raise AmpatchError(
                 f"{user_call}: no ampatch session is open. "
                 "Call ampatch.initialize(model, optimizer) first. A session ends when its models "
-                "and optimizers are gone."
+                "and optimizers no longer exist."
             )
         return session
 
     def scaling_sessions(self) -> list[Session]:
-        """The sessions that have optimizers, and so use their loss scales; newest last."""
+        """The sessions that have optimizers, and so use their loss scales, newest last."""
         return [session for session in self.sessions if session.is_alive() and session.has_losses()]
 
     def latest_scaling(self, user_call: str) -> Session:
-        """The last of `scaling_sessions`; without one, the session opened last.
+        """The newest of `scaling_sessions`, or if there are none, the session opened last.
 
-        Raises `AmpatchError` when none is open.
+        Raises `AmpatchError` if no session is open.
         """
         scaling = self.scaling_sessions()
         return scaling[-1] if scaling else self.latest(user_call)
 
-    def session_of(self, obj: Any, user_call: str) -> Session:
-        """The session of a model or an optimizer; of None, the one opened last.
+    def require_session_of(self, obj: Any, user_call: str) -> Session:
+        """The session of a model or an optimizer.  For None: the session opened last.
 
-        Raises `AmpatchError` when there is none.
+        Raises `AmpatchError` if there is none.
         """
         if obj is None:
             return self.latest(user_call)
@@ -137,17 +137,17 @@ class Registry(Generic[Session]):
         if entry is None:
             raise AmpatchError(
                 f"{user_call}: no session has this {type(obj).__name__}. Pass a model or an "
-                "optimizer that ampatch.initialize, add_models or add_optimizers was given."
+                "optimizer that was passed to ampatch.initialize, add_models or add_optimizers."
             )
         return entry[0]
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
-        return alive(*[session.model_entries for session in self.sessions])
+        return live_counterparts(*[session.model_entries for session in self.sessions])
 
     def optimizers(self) -> list[ManagedOptimizer]:
         """The managed optimizers of all open sessions."""
-        return alive(*[session.optimizer_entries for session in self.sessions])
+        return live_counterparts(*[session.optimizer_entries for session in self.sessions])
 
     def sessions_of(self, module: nn.Module) -> list[Session]:
         """The enabled sessions that manage weights of a module, or that have no models."""
@@ -168,7 +168,10 @@ class Registry(Generic[Session]):
         return any(managed.has_half_copy(parameter) for managed in self.models())
 
     def restore_shared(self, model: nn.Module) -> None:
-        """Before O2 manages a model: make weights FP32 again that another model at O3 made half."""
+        """Make the model's weights FP32 again that another model at O3 has made half.
+
+        To be called before O2 manages the model.
+        """
         param_ids = set(map(id, model.parameters()))
         restored: set[int] = set()
         for managed in self.models():
@@ -182,43 +185,47 @@ class Registry(Generic[Session]):
     def refresh(self) -> None:
         """Install the patches, and the policy of the process, that the open sessions need.
 
-        A session whose models and optimizers were all collected ends here.
+        Also removes the sessions whose models and optimizers were all garbage-collected.
         """
         for ended in [session for session in self.sessions if not session.is_alive()]:
             ended.is_open = False
             self.sessions.remove(ended)
-        # Read once: models may be collected while this runs, and their session's policy with them.
+        # Read once: models may be collected while this runs, and then their session has no policy.
         policies = [(session, session.policy()) for session in self.sessions]
         casting = [(session, policy) for session, policy in policies if policy is not None]
-        installed = self.installation
-        has_tables = bool(casting)
+        installation = self.installation
+        needs_cast_tables = bool(casting)
         model_dtypes = {managed.properties.cast_model_type for managed in self.models()}
-        has_rows = has_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
-        overridden = self._overridden() if has_rows else {}
-        needed = (has_rows, has_tables, overridden)
-        tables_change = needed != (installed.has_rows, installed.has_tables, installed.overridden)
+        needs_every_level_rows = needs_cast_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
+        overridden = self._overridden() if needs_every_level_rows else {}
+        needed = (needs_every_level_rows, needs_cast_tables, overridden)
+        tables_change = needed != (
+            installation.has_every_level_rows,
+            installation.has_cast_tables,
+            installation.overridden,
+        )
         self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
-            self._tools.put_in()
+            self._tools.install()
         if tables_change:
-            self._take_out_tables()
-            if has_rows:
-                installed.install(has_tables, overridden)
-            if has_tables:
-                self.user_functions.put_all()
+            self._uninstall_tables()
+            if needs_every_level_rows:
+                installation.install(needs_cast_tables, overridden)
+            if needs_cast_tables:
+                self.user_functions.patch_all()
         self.state.process_policy = self._process_policy(casting)
-        by_init = [s.policies.mixed_dtypes for s, _ in casting if s.handle is not None]
+        by_init = [s.policies.mixed_dtypes_policy for s, _ in casting if s.init_handle is not None]
         self.state.half_model_policy = by_init[-1] if by_init else None
-        for managed in self.models() if has_rows else ():
-            managed.held_functions.put_in(installed.replacements)
+        for managed in self.models() if needs_every_level_rows else ():
+            managed.held_functions.bind_replacements(installation.replacements)
         if not self.sessions:
-            self._tools.take_out()
+            self._tools.uninstall()
 
     def _process_policy(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
-        """The policy outside managed forwards; `casting` are the sessions that cast calls.
+        """The policy outside managed forwards.  `casting`: the sessions that cast calls.
 
-        If the session opened last has `patch_scope="process"`, every call is cast.  Otherwise only
-        calls on half tensors and on parameters are.
+        If the session opened last has `patch_scope="process"`, every call is cast, otherwise only
+        calls on half tensors and on parameters.
         """
         casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
@@ -228,27 +235,29 @@ class Registry(Generic[Session]):
         if session is newest and session.forwards is not None:
             policy = dataclasses.replace(policy, condition=session.forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
-            models = alive(*[each.model_entries for each, _ in casting])
-            policy = limited_to_slots(
-                policy, [each.slots for each in models if each.policy is not None]
+            models = live_counterparts(*[each.model_entries for each, _ in casting])
+            policy = limited_to_parameters(
+                policy, [each.parameter_owners for each in models if each.policy is not None]
             )
         return outside_backward(policy)
 
     def _overridden(self) -> dict[Any, bool]:
-        """The functions with overrides, and whether a session without the tables overrides them."""
+        """Maps each overridden function to whether a session without cast tables overrides it."""
         overridden: dict[Any, bool] = {}
         for session in self.sessions:
             has_no_tables = not session.properties.patch_torch_functions
-            for function in session.policies.tables.functions if session.properties.enabled else ():
+            for function in (
+                session.policies.tables_policy.functions if session.properties.enabled else ()
+            ):
                 overridden[function] = overridden.get(function, False) or has_no_tables
         return overridden
 
-    # The user's own functions, and changes to the tables
+    # The user's own functions, and edits of apex's op tables
 
     def edit_tables(self, edits: list[tuple[str, str, Rule | None]]) -> None:
-        """Replace rules of apex's tables, in sessions that open from now on.
+        """Replace rules of apex's op tables, in sessions that open from now on.
 
-        Earlier edits are forgotten.  An edit is a namespace ("torch", "torch.nn.functional",
+        Earlier edits are dropped.  An edit is a namespace ("torch", "torch.nn.functional",
         "torch.Tensor"), a name, and a rule (None: no cast).  Raises `AttributeError` for an unknown
         name.
         """
@@ -259,19 +268,19 @@ class Registry(Generic[Session]):
     def register(self, owner: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, in sessions that cast calls."""
         if self.user_functions.register(owner, name, rule):
-            self._install_anew()
+            self._reinstall()
 
     def unregister(self, owner: object, name: str | None) -> None:
         """Undo `register`."""
         self.user_functions.forget(owner, name)
-        self._install_anew()
+        self._reinstall()
 
-    def _install_anew(self) -> None:
-        if self.installation.has_tables:
-            self._take_out_tables()
+    def _reinstall(self) -> None:
+        if self.installation.has_cast_tables:
+            self._uninstall_tables()
             self.refresh()
 
-    def _take_out_tables(self) -> None:
+    def _uninstall_tables(self) -> None:
         for managed in self.models():
-            managed.held_functions.take_out()
+            managed.held_functions.bind_originals()
         self.installation.undo()

@@ -1,4 +1,4 @@
-"""A session: one `initialize`, what it changed, and how that is undone."""
+"""A session: what one call of `initialize` manages and changes, and how the changes are undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..casting import weight_cache
 from ..casting.calls import CastState
 from ..casting.outermost_forwards import OutermostForwards
 from ..casting.policy import Policy
-from ..casting.rules import OVERRIDES, Choose
+from ..casting.rules import OVERRIDES, ChooseDtype
 from ..config.opt_levels import Properties
 from ..config.overrides import Overrides
 from ..errors import UndoAll
@@ -26,30 +26,30 @@ from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero_redundancy
-from ..scaling.optimizers.state import Replaced, fit_state
-from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_sharers
-from .object_registry import Entries, alive
+from ..scaling.optimizers.state import ReplacedValues, fit_state
+from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_optimizers_sharing_params
+from .object_registry import ManagedRefs, live_counterparts
 from .policies import Policies
 from .registry import Registry
 
 
-def cast_state() -> CastState:
+def get_cast_state() -> CastState:
     """The process's `CastState`.
 
     The user's decorated functions call this instead of holding the object: Dynamo traces some of
-    them without sources, and then their closures may hold only functions.
+    these functions without sources, and then their closures may hold only functions.
     """
     return registry.state
 
 
-registry: Registry[Session] = Registry(cast_state)
+registry: Registry[Session] = Registry(get_cast_state)
 
 
 class Session:
     """Models and optimizers under one set of `Properties`.
 
-    Complete when constructed, active after `open`.  `models` and `optimizers` are the managed ones,
-    `policies` decide what is cast.  The optimizers call the session at each step (see
+    Complete when constructed, active after `open`.  `models` and `optimizers` are the managed
+    counterparts, `policies` decide what is cast.  The optimizers call the session at each step (see
     `SessionForOptimizer`).
     """
 
@@ -63,28 +63,32 @@ class Session:
     ) -> None:
         self.overrides = overrides or Overrides([], {})
         self.properties = properties
-        self.model_entries: Entries[ManagedModel] = {}
-        self.optimizer_entries: Entries[ManagedOptimizer] = {}
-        self.unmanaged_entries: Entries[Any] = {}  # optimizers of a disabled session
-        self._entries: tuple[Entries[Any], ...]
+        self.model_entries: ManagedRefs[ManagedModel] = {}
+        self.optimizer_entries: ManagedRefs[ManagedOptimizer] = {}
+        self.unmanaged_entries: ManagedRefs[Any] = {}  # optimizers of a disabled session
+        self._entries: tuple[ManagedRefs[Any], ...]
         self._entries = (self.model_entries, self.optimizer_entries, self.unmanaged_entries)
         self.has_apex_tables = has_apex_tables
         self.policies = Policies(properties, self._functions(), registry.state)
-        self.casts_off, self.casts_on = registry.state.casts_off, registry.state.casts_on
+        self.call_without_casts, self.call_with_outer_casts = (
+            registry.state.call_without_casts,
+            registry.state.call_with_outer_casts,
+        )
         self.observers = registry.observers
-        self.max_skips = properties.max_consecutive_skips
+        self.max_consecutive_skips = properties.max_consecutive_skips
         self.scalers = _make_scalers(properties, properties.num_losses)
         self.is_open = False
-        self.may_cast = True  # until `stop_casting`
-        self.scales_by_itself = False  # backward passes of a script without `scale_loss`
-        self.forwards: OutermostForwards | None = None  # of `open_automatic_session`
-        self.handle: Any = None  # what `ampatch.init` returned, if that opened this session
+        self.may_cast = True  # False after `stop_casting`
+        # ampatch scales the backward passes of a script that has no `scale_loss`.
+        self.scales_automatically = False
+        self.forwards: OutermostForwards | None = None  # set by `open_automatic_session`
+        self.init_handle: Any = None  # the result of `ampatch.init`, if it opened this session
         self.process_group = process_group
         self._had_entries = False
-        self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference
+        self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference to the loss
 
-    def _functions(self) -> dict[Any, Choose]:
-        """The rules that replace rows of the tables in this session, by function."""
+    def _functions(self) -> dict[Any, ChooseDtype]:
+        """The rules that replace rows of the op tables in this session, by function."""
         installation = registry.installation
         rules = {}
         if self.has_apex_tables and self.properties.patch_torch_functions:
@@ -97,16 +101,19 @@ class Session:
 
     @property
     def models(self) -> list[ManagedModel]:
-        """The managed models that are still in use."""
-        return alive(self.model_entries)
+        """The managed models that are not yet garbage-collected."""
+        return live_counterparts(self.model_entries)
 
     @property
     def optimizers(self) -> list[ManagedOptimizer]:
-        """The managed optimizers that are still in use."""
-        return alive(self.optimizer_entries)
+        """The managed optimizers that are not yet garbage-collected."""
+        return live_counterparts(self.optimizer_entries)
 
     def is_alive(self) -> bool:
-        """False once its models and optimizers were all collected, without being released."""
+        """Whether the session can still be used.
+
+        False once all its models and optimizers were garbage-collected instead of released.
+        """
         for entries in self._entries:
             for ref in list(entries.values()):
                 if ref() is not None:
@@ -114,21 +121,24 @@ class Session:
         return not self._had_entries or self.is_empty()
 
     def has_losses(self) -> bool:
-        """Whether it has optimizers whose losses it scales, or may get some later."""
-        if self.handle is not None or self.scales_by_itself:
+        """Whether it has optimizers whose losses it scales, or may get optimizers later."""
+        if self.init_handle is not None or self.scales_automatically:
             return True
-        return bool(self.optimizers or alive(self.unmanaged_entries))
+        return bool(self.optimizers or live_counterparts(self.unmanaged_entries))
 
     def is_empty(self) -> bool:
-        """Whether it had models or optimizers, and all were released (not: collected)."""
+        """Whether all models and optimizers that it had were released.
+
+        Garbage-collected ones do not count as released.
+        """
         return self._had_entries and not any(self._entries)
 
-    def _add_entry(self, entries: Entries[Any], obj: Any, managed: Any) -> None:
+    def _add_entry(self, entries: ManagedRefs[Any], obj: Any, managed: Any) -> None:
         for key in [key for key, ref in entries.items() if ref() is None]:
             del entries[key]
         entries[id(obj)] = registry.objects.put(obj, self, managed)
 
-    def _remove_entries(self, entries: Entries[Any], *keys: int) -> None:
+    def _remove_entries(self, entries: ManagedRefs[Any], *keys: int) -> None:
         for key in keys:
             if entries.pop(key, None) is not None:
                 registry.objects.remove(key, self)
@@ -141,7 +151,7 @@ class Session:
         optimizers: list[Any],
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """Change models, optimizers and torch, and call `notify`; an exception undoes all of it."""
+        """Change models, optimizers and torch, and call `notify`.  An exception undoes it all."""
         if not models:
             self.policies.cast_everywhere()
         try:
@@ -155,7 +165,7 @@ class Session:
             raise
 
     def add(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        """Manage more models and optimizers; on an exception none of them."""
+        """Manage more models and optimizers, or none of them if an exception is raised."""
         try:
             self._manage_all(models, optimizers)
             self._fit_optimizer_states()
@@ -169,7 +179,7 @@ class Session:
 
     def _manage_all(self, models: list[nn.Module], optimizers: list[Any]) -> None:
         self._had_entries |= bool(optimizers)
-        if not self.properties.enabled:  # models have no entries; their optimizers may come later
+        if not self.properties.enabled:  # no entries for models; their optimizers may come later
             for optimizer in optimizers:
                 self._add_entry(self.unmanaged_entries, optimizer, optimizer)
             return
@@ -180,7 +190,7 @@ class Session:
             self.manage_optimizer(optimizer)
 
     def close(self) -> None:
-        """Undo every change.  Harmless when closed."""
+        """Undo every change.  A second call does nothing."""
         undo = UndoAll("ampatch: a session closes")
         undo.do(registry.observers.notify, "on_close", self)
         changed: set[int] = set()
@@ -197,9 +207,9 @@ class Session:
         undo.end()
 
     def release(self, obj: Any) -> None:
-        """Manage a model or an optimizer no longer."""
-        with_obj = (entries for entries in self._entries if id(obj) in entries)
-        entries: Entries[Any] = next(with_obj, {})
+        """Stop managing a model or an optimizer."""
+        entries_with_obj = (entries for entries in self._entries if id(obj) in entries)
+        entries: ManagedRefs[Any] = next(entries_with_obj, {})
         managed = entries[id(obj)]() if entries else None
         if isinstance(managed, ManagedModel):
             changed = managed.converted_ids()
@@ -211,18 +221,21 @@ class Session:
         self._remove_entries(entries, id(obj))
 
     def policy(self) -> Policy | None:
-        """The policy by which this session casts calls; None: it casts none."""
+        """Return the policy by which this session casts calls, or None if it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
         if not self.model_entries:
-            return self.policies.policy_of_models()
-        of_models = [managed.policy for managed in self.models if managed.policy is not None]
-        if self.policies.tables in of_models:
-            return self.policies.tables
-        return of_models[0] if of_models else None
+            return self.policies.model_forward_policy()
+        policies = [managed.policy for managed in self.models if managed.policy is not None]
+        if self.policies.tables_policy in policies:
+            return self.policies.tables_policy
+        return policies[0] if policies else None
 
     def _fit_optimizer_states(self) -> None:
-        """Cast the optimizers' states to their parameters' dtypes; forget what an undo needs."""
+        """Cast the optimizers' states to their parameters' dtypes.
+
+        Then drop what a failed `open` would need to undo the changes.
+        """
         models, optimizers = self.models, self.optimizers
         converted = self.converted_ids()
         for optimizer in optimizers:
@@ -233,14 +246,14 @@ class Session:
             optimizer.replaced_state.clear()
 
     def converted_ids(self) -> set[int]:
-        """Ids of the tensors whose dtype a level has changed."""
+        """Ids of the tensors whose dtype an opt level has changed."""
         return {key for managed in self.models for key in managed.converted_ids()}
 
     # Models
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        overridden, stays_float = module_overrides.precisions(
+        overridden, stays_fp32 = module_overrides.precisions(
             model, self.overrides.modules, properties
         )
         managed = ManagedModel(
@@ -248,7 +261,7 @@ class Session:
             properties,
             self,
             state=registry.state,
-            policy=self.policies.policy_of_models(),
+            policy=self.policies.model_forward_policy(),
             overrides=[
                 self.policies.module_override(module, precision)
                 for module, precision in overridden.items()
@@ -257,17 +270,17 @@ class Session:
         self._add_entry(self.model_entries, model, managed)
         if properties.uses_half_copies:
             registry.restore_shared(model)
-        managed.convert(stays_float)
+        managed.convert(stays_fp32)
         managed.warn_of_half_weights()
         managed.install()
         torchscript.warn_of_scripted_submodules(managed)
 
     def drop_copies(self) -> None:
-        """Forget the half copies of weights that O1 has cached."""
+        """Drop this thread's cached half copies (O1)."""
         weight_cache.drop_copies()
 
     def parameter_names(self) -> dict[int, str]:
-        """Names of the models' parameters, by ids of the parameters."""
+        """The names of the models' parameters, by the id of the parameter."""
         return {
             id(parameter): name
             for managed in self.models
@@ -275,15 +288,15 @@ class Session:
         }
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """A call in the model's forward got FP32 and half tensors: cast such calls from now on."""
+        """From now on cast calls in the model's forward that get both FP32 and half tensors."""
         if managed.policy is None:
-            managed.policy = self.policies.mixed_dtypes
+            managed.policy = self.policies.mixed_dtypes_policy
             self.policies.cast_on({param.device.type for param in managed.model.parameters()})
             if self.is_open:
                 registry.refresh()
 
     def stop_casting(self) -> None:
-        """Leave torch's functions alone from now on; models and loss scales stay."""
+        """Cast no calls from now on.  Models and loss scales are not changed."""
         self.may_cast = False
         for managed in self.models:
             managed.policy = None
@@ -299,7 +312,7 @@ class Session:
         return managed
 
     def add_scalers(self, count: int) -> range:
-        """Make `count` more loss scalers; returns their numbers, for `loss_id`."""
+        """Make `count` more loss scalers.  Returns the range of their `loss_id`."""
         self.scalers += _make_scalers(self.properties, count)
         return range(len(self.scalers) - count, len(self.scalers))
 
@@ -308,21 +321,21 @@ class Session:
     def scaled_backward(
         self,
         loss: Tensor,
-        managed: list[ManagedOptimizer],
+        optimizers: list[ManagedOptimizer],
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager of `scale_loss`; at a static scale of 1 it yields the loss."""
+        """The context manager of `scale_loss`.  At a static scale of 1 it yields the loss."""
         scaler = self.scalers[loss_id]
         observers = registry.observers
         for entry in list(self.model_entries.values()):
             model = entry()
             if model is not None and model.frame is not None and not model.frame.is_installed():
                 model.warn_of_lost_frame(
-                    param for optimizer in managed for param in optimizer.parameters()
+                    param for optimizer in optimizers for param in optimizer.parameters()
                 )
-        if observers.all:
+        if observers.registered:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
             observers.notify("on_block", scaler)
@@ -331,56 +344,57 @@ class Session:
             block = PlainBackward(loss)
         else:
             self.last_loss = weakref.ref(loss)
-            managed, others = self._with_sharers(managed)
+            optimizers, others = self._with_optimizers_sharing_params(optimizers)
             block = ScaledBackward(
                 loss,
-                managed,
+                optimizers,
                 scaler,
                 delay_unscale,
                 delay_overflow_check,
                 others,
                 skips_together=self.has_apex_tables,
-                counts_passes=not self.scales_by_itself,
+                counts_passes=not self.scales_automatically,
             )
-        return observers.around(block, loss_id) if observers.all else block
+        return observers.around(block, loss_id) if observers.registered else block
 
-    def _with_sharers(
-        self, managed: list[ManagedOptimizer]
+    def _with_optimizers_sharing_params(
+        self, optimizers: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
-        """The optimizers, with those that share parameters with them; and all other managed ones.
+        """Return two lists of managed optimizers.
 
-        Under `scales_by_itself` the second list is empty.
+        The first: these optimizers and all that share parameters with them.  The second: the
+        others; empty under `scales_automatically`.
         """
         entries = self.optimizer_entries
-        is_alone = len(managed) == len(entries) == 1 and id(managed[0].optimizer) in entries
+        is_alone = len(optimizers) == len(entries) == 1 and id(optimizers[0].optimizer) in entries
         if not is_alone:
-            managed = with_sharers(managed, self.optimizers)
-        if self.scales_by_itself or (is_alone and len(registry.sessions) == 1):
-            return managed, []
-        return managed, [other for other in registry.optimizers() if other not in managed]
+            optimizers = with_optimizers_sharing_params(optimizers, self.optimizers)
+        if self.scales_automatically or (is_alone and len(registry.sessions) == 1):
+            return optimizers, []
+        return optimizers, [other for other in registry.optimizers() if other not in optimizers]
 
     @property
-    def wants_blocks(self) -> bool:
-        """Whether a step without a `scale_loss` block before it is a mistake."""
-        return self.looks_for_overflow() and not self.scales_by_itself
+    def requires_scale_loss_blocks(self) -> bool:
+        """Whether a step needs a `scale_loss` block before it."""
+        return self.checks_for_overflow() and not self.scales_automatically
 
-    def looks_for_overflow(self) -> bool:
-        """Whether there is a dynamic loss scale."""
+    def checks_for_overflow(self) -> bool:
+        """Whether steps are skipped after an overflow: under a dynamic loss scale."""
         return self.properties.loss_scale == "dynamic"
 
     def computes_in_half(self, parameter: Tensor) -> bool:
-        """Whether a model computes with half copies of this weight."""
+        """Whether forwards of a managed model use a half copy of this weight."""
         return registry.has_half_copy(parameter)
 
     def after_step(self, managed: ManagedOptimizer) -> None:
-        """A step of one of the optimizers has ended."""
+        """Drop half copies, write reports and notify observers after a step of an optimizer."""
         weight_cache.drop_copies()
         for ref in list(self.model_entries.values()):
             model = ref()
             if model is not None and model.statistics is not None:
                 model.statistics.after_step(managed.skipped)
         managed.reports.after_step(self)
-        if self.observers.all:
+        if self.observers.registered:
             self.observers.notify("on_step", managed.optimizer, managed.skipped)
 
     # After a failed `taken_over`
@@ -391,7 +405,7 @@ class Session:
         optimizers: list[ManagedOptimizer],
         unmanaged: list[Any],
     ) -> None:
-        """Manage again models and optimizers that were released."""
+        """Manage released models and optimizers again."""
         for managed in models:
             if id(managed.model) not in self.model_entries:
                 self._manage_model(managed.model)
@@ -408,27 +422,27 @@ class Session:
 def taken_over(*objs: Any) -> Iterator[None]:
     """Context manager: releases models and optimizers from the sessions that have them.
 
-    On an exception these sessions get them back, and training can go on.
+    On an exception these sessions manage them again, and training can go on.
     """
-    managing = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
-    managed_before = {
-        session: (session.models, session.optimizers, alive(session.unmanaged_entries))
-        for session, _ in managing
+    owners = [(session, obj) for obj in objs if (session := registry.objects.session_of(obj))]
+    owned_before = {
+        session: (session.models, session.optimizers, live_counterparts(session.unmanaged_entries))
+        for session, _ in owners
     }
     try:
-        for session, obj in managing:
+        for session, obj in owners:
             session.release(obj)
         yield
     except BaseException:
-        for session, managed in managed_before.items():
-            session.restore(*managed)
+        for session, owned in owned_before.items():
+            session.restore(*owned)
         raise
 
 
 def _fit_optimizer_state(
-    managed: ManagedOptimizer, converted: set[int], replaced: Replaced | None = None
+    managed: ManagedOptimizer, converted: set[int], replaced: ReplacedValues | None = None
 ) -> None:
-    """Cast the optimizer's state of converted parameters (ids) to their present dtypes."""
+    """Cast the optimizer's state for converted parameters (ids) to their present dtypes."""
     if converted:
         fit_state(managed.optimizer, converted, replaced)
         zero_redundancy.rebuild_buckets(managed.optimizer)
@@ -440,4 +454,4 @@ def _make_scalers(properties: Properties, count: int) -> list[Any]:
     return [make_scaler(properties.loss_scale, is_needed, **settings) for _ in range(count)]
 
 
-dynamo_skip.run_eagerly()
+dynamo_skip.run_eagerly()  # at import: Dynamo must not compile ampatch's own files

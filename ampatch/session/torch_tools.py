@@ -1,6 +1,6 @@
-"""torch's own tools that are replaced while a session is open, and what they ask the sessions.
+"""torch's own tools that are replaced while a session is open, and what they need of the sessions.
 
-They are replaced at every level, and for disabled sessions too: then they call the original.
+They are replaced at every level.  In disabled sessions the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..interop import (
 from ..models import own_frame
 from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
-from ..scaling.delayed import skip_together, unscale_to_clip
+from ..scaling.delayed import skip_together, unscale_before_clipping
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import pass_begins
+from ..scaling.scaled_backward import start_pass_check
 from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
 
 
 class RegistryForTools(Protocol):
-    """What the replaced tools need of the registry."""
+    """The part of the registry that the replacements use."""
 
     state: CastState
 
@@ -54,34 +54,37 @@ class TorchTools:
     def __init__(self, registry: RegistryForTools) -> None:
         self._registry = registry
         self._patches = PatchSet()
-        self._pairs: list[tuple[Any, Any]] = []  # replacement and original
-        self._awaits_dynamo = False
+        self._pairs: list[tuple[Any, Any]] = []  # (replacement, original)
+        self._is_waiting_for_dynamo = False
 
-    def put_in(self) -> None:
-        """Replace them.  Harmless when they are in."""
+    def install(self) -> None:
+        """Replace the tools.  A second call does nothing."""
         if len(self._patches):
             return
         self._patches.on_undo(notify_of_steps(weight_cache.drop_copies))
         FunctionModes(self._registry.state).watch(self._patches)
-        if self._awaits_dynamo:
-            self._replace([*self._replacements(), *dynamo.gradient_readers()])
+        if self._is_waiting_for_dynamo:
+            self._replace([*self._all_patches(), *dynamo.gradient_reader_patches()])
         else:
-            self._replace(self._replacements())
-            self._awaits_dynamo = True
-            dynamo.when_imported(self._put_in_dynamo)
+            self._replace(self._all_patches())
+            self._is_waiting_for_dynamo = True
+            dynamo.when_imported(self._replace_in_dynamo)
 
-    def take_out(self) -> None:
-        """Give them back.  Harmless when they are out."""
+    def uninstall(self) -> None:
+        """Restore the tools.  A second call does nothing."""
         self._patches.undo()
         bind_originals(self._pairs)
         self._pairs = []
 
-    def _put_in_dynamo(self) -> None:
+    def _replace_in_dynamo(self) -> None:
         if len(self._patches):
-            self._replace(dynamo.gradient_readers())
+            self._replace(dynamo.gradient_reader_patches())
 
     def _replace(self, replacements: list[Patch]) -> None:
-        """Replace them, names bound early too: one search of all modules takes milliseconds."""
+        """Apply patches, also to globals that were bound before.
+
+        All in one search of the modules, which takes milliseconds.
+        """
         new = []
         for owner, name, make in replacements:
             original = self._patches.replace(owner, name, make)
@@ -89,45 +92,47 @@ class TorchTools:
         self._pairs += new
         rebind({id(original): (self._patches, put) for put, original in new})
 
-    def _replacements(self) -> list[Patch]:
-        """Every tool, each with the reason why it is replaced."""
+    def _all_patches(self) -> list[Patch]:
+        """The patches of all tools, each with its reason."""
         registry = self._registry
         state = registry.state
         return [
-            # gradients are complete where they are clipped; zero_grad forgets an overflow
-            *clip_grad.replacements(self._unscale_to_clip, self._forget_overflow),
-            # ranks compare settings and scales
-            *ddp.at_wrapping(
+            # clipping needs unscaled gradients; zero_grad clears a found overflow
+            *clip_grad.patches(self._unscale_before_clipping, self._forget_overflow),
+            # wrapping compares settings and scales of all ranks
+            *ddp.init_patches(
                 lambda model, group: ranks.compare(registry.sessions_of(model), model, group),
                 registry.has_half_copy,
             ),
-            # refused under a dynamic loss scale
-            *ddp.at_join(lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)),
-            # writes that do not count up a tensor's version
-            *tensor_methods.data(_on_data_access),
-            # TorchScript compiles the forwards of the classes, and warns that it casts nothing
-            *torchscript.replacements(state),
+            # Join is refused under a dynamic loss scale
+            *ddp.join_patches(
+                lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)
+            ),
+            # writes through `.data` do not bump a tensor's version
+            *tensor_methods.data_patches(_on_data_access),
+            # TorchScript compiles the original forwards, and warns that it casts nothing
+            *torchscript.patches(state),
             # recomputes and backwards have the forward's casts and half copies
             *context_propagation.checkpoints(state),
             *context_propagation.custom_functions(state),
-            # autograd.grad and backward(inputs=...): weights named there get nodes of their own;
-            # scale_loss blocks check the passes that run in them
-            *backward_passes.replacements(self._record_wanted_grads, pass_begins),
-            # operators with a kernel for autocast run inside torch's own
-            *autocast_kernels.replacements(state),
-            # replicas of DataParallel have the casts of the call
+            # weights in autograd.grad(...) and backward(inputs=...) get nodes of their own;
+            # scale_loss blocks check the backward passes that run in them
+            *backward_passes.patches(self._record_wanted_grads, start_pass_check),
+            # operators with an autocast kernel run under torch's own autocast
+            *autocast_kernels.patches(state),
+            # replicas of DataParallel run under the policy of the call
             *context_propagation.replicas(state),
-            # data are prepared without casts
-            *data_loading.replacements(state),
+            # DataLoaders prepare data without casts
+            *data_loading.patches(state),
             # copies, pickles and state dicts have the parameters, not their half copies
-            *tensor_methods.copies(),
-            *tensor_methods.saving(),
+            *tensor_methods.copy_patches(),
+            *tensor_methods.state_dict_patches(),
             # running statistics are recorded when they are loaded
-            *tensor_methods.loading(self._has_loaded),
+            *tensor_methods.load_state_dict_patches(self._has_loaded),
             # copies, pickles and replicas of modules have frames of their own, or none
-            *own_frame.copying_methods(),
+            *own_frame.copy_patches(),
             # module.to(dtype) is refused
-            *module_dtype.replacements(self._model_sharing_tensors, self._is_relied_on),
+            *module_dtype.patches(self._model_sharing_tensors, self._is_relied_on),
         ]
 
     def _model_sharing_tensors(self, module: nn.Module) -> nn.Module | None:
@@ -143,14 +148,19 @@ class TorchTools:
         """Whether a managed model had this tensor at `initialize`, or an optimizer has it."""
         if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
-        return any(managed.had_at_start(tensor) for managed in self._registry.models()) or any(
+        return any(
+            managed.has_had_since_start(tensor) for managed in self._registry.models()
+        ) or any(
             param is tensor
             for optimizer in self._registry.optimizers()
             for param in optimizer.parameters()
         )
 
     def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
-        """Gradients of these tensors are asked for: see `WeightUseOrder.record_wanted_grads`."""
+        """Record that the script asks for gradients of these tensors.
+
+        See `WeightUseOrder.record_wanted_grads`.
+        """
         if thread_calls.stack:
             weights = map(parameter_of_copy, tensors)
             tensors = tensors + [weight for weight in weights if weight is not None]
@@ -161,30 +171,30 @@ class TorchTools:
         return may_share
 
     def _has_loaded(self, module: nn.Module) -> None:
-        """`module.load_state_dict` has loaded values."""
+        """Record the running statistics that `module.load_state_dict` has loaded."""
         for managed in self._registry.models():
             if managed.statistics is not None:
-                managed.statistics.loaded(module)
+                managed.statistics.on_load(module)
 
-    def _unscale_to_clip(self, tensors: list[Tensor], by_norm: bool) -> None:
+    def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
 
-        `by_norm`: by one norm of all of them.
+        `by_norm`: whether one norm of all of them clips them.
         """
         param_ids = {id(tensor) for tensor in tensors}
         all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [g for g in all_gradients if unscale_to_clip(g, param_ids)]
+        clipped = [g for g in all_gradients if unscale_before_clipping(g, param_ids)]
         if by_norm:
             skip_together(clipped)
 
     def _forget_overflow(self, zeroed: set[int]) -> None:
-        """The gradients of these parameters (ids) were zeroed by their module."""
+        """Clear the overflow of parameters (ids) whose module has zeroed their gradients."""
         for managed in self._registry.optimizers():
-            managed.gradients.zeroed_by_others(zeroed)
+            managed.gradients.on_zeroed_elsewhere(zeroed)
 
 
 def _on_data_access(tensor: Tensor) -> None:
-    """`tensor.data` is about to be read or set: a write through it does not change its version."""
+    """Called before `tensor.data` is read or set: a write through it does not bump the version."""
     if isinstance(tensor, nn.Parameter):
         weight_cache.cast_at_each_use(tensor)
     elif thread_calls.stack:

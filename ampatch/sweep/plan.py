@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ampatch.config.opt_levels import LEVELS, meant_level, properties_for
+from ampatch.config.opt_levels import LEVELS, did_you_mean_level, properties_for
 from ampatch.errors import did_you_mean
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.options import ROUNDS
@@ -156,7 +156,7 @@ def known(names: Iterable[str], expected: Sequence[str], argument: str) -> list[
             raise ValueError(
                 f"sweep({argument}={listed}): unknown {argument[:-1]} {name!r}.\n"
                 f"Expected some of {', '.join(expected)}."
-                f"{meant_level(name) or did_you_mean(name, expected, 0.6)}"
+                f"{did_you_mean_level(name) or did_you_mean(name, expected, 0.6)}"
             )
     if not listed:
         raise ValueError(f"sweep({argument}=[]): nothing to run.\nExpected some of {expected}.")

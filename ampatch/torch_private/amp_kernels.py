@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 
 def _one_by_one(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -14,13 +14,13 @@ def _one_by_one(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
         grad.mul_(inverse)
 
 
-kernel = of_torch("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
+kernel = torch_attribute("torch._amp_foreach_non_finite_check_and_unscale_", _one_by_one)
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients of one device by `inverse`, in place; an inf or NaN sets `found_inf`.
+    """Multiply gradients of one device by `inverse`, in place.  An inf or NaN sets `found_inf`.
 
-    torch's kernel takes bfloat16 on the CPU, and not on CUDA.
+    torch's kernel supports bfloat16 on the CPU, and not on CUDA.
     """
     if not found_inf.is_cpu:
         bfloat16_grads = [grad for grad in grads if grad.dtype is torch.bfloat16]
@@ -31,7 +31,7 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
         kernel(grads, found_inf, inverse)
 
 
-update_scale_ = of_torch("torch._amp_update_scale_", None)
-"""(scale, clean, found_inf, growth, backoff, interval): the rule of the scale, in place; None: this
-torch has no such kernel.
+update_scale_ = torch_attribute("torch._amp_update_scale_", None)
+"""(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): updates scale
+and tracker in place.  None if this torch has no such kernel.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpoints: what `torch.utils.checkpoint.checkpoint` does without reentry."""
+"""Activation checkpoints: torch's functions for `checkpoint(..., use_reentrant=False)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = (
     "_checkpoint_without_reentrant_generator",
 )
 CONTEXTS = "context_fn"
-"""The argument that makes a forward's context and its recompute's."""
+"""The argument that makes the context managers of the forward and of the recompute."""
 
 
 def _takes_contexts(name: str) -> bool:
@@ -21,20 +21,20 @@ def _takes_contexts(name: str) -> bool:
     return function is not None and CONTEXTS in inspect.signature(function).parameters
 
 
-_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # looked up before anything is replaced
+_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # at import, before any replacement
 
 
 def non_reentrant_name() -> str | None:
-    """The name of torch's function that runs a checkpoint's forward and keeps its arguments.
+    """Return the name of torch's function that runs a checkpoint's forward and keeps its arguments.
 
-    The arguments begin with the user's function.  None: this torch has no function of these names.
+    The first argument is the user's function.  Returns None if this torch has no such function.
     """
     called = _called_in_module()
     return next((name for name in _NAMES if name in called and name in _KNOWN), None)
 
 
 def index_of_contexts(original: Callable) -> int | None:
-    """The index of `CONTEXTS` among the arguments after the function; None: it is a keyword."""
+    """Return the index of `CONTEXTS` among the arguments after the function; None for a keyword."""
     parameters = inspect.signature(original).parameters
     if parameters[CONTEXTS].kind is inspect.Parameter.KEYWORD_ONLY:
         return None

@@ -1,4 +1,4 @@
-"""Operators as torch's dispatcher knows them."""
+"""Operators of torch's dispatcher: their names, schemas and autocast kernels."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import operator as attributes
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
 OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
     (cls, attributes.attrgetter(name))
     for path, name in _NAMED.items()
-    if (cls := of_torch(path, None)) is not None
+    if (cls := torch_attribute(path, None)) is not None
 ]
 """The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
-function that returns the full name of an object.  Without the classes such calls go unseen.
+function that returns the full name of an object.  Without the classes such calls are not patched.
 """
 
-_key_name_of = of_torch("torch._C._dispatch_key_for_device", None)
-_keys = of_torch("torch._C.DispatchKey", None)
+_key_name_of = torch_attribute("torch._C._dispatch_key_for_device", None)
+_keys = torch_attribute("torch._C.DispatchKey", None)
 _OF_TORCH = ("aten::", "prim::")
 
 
-def autocast_devices(operator: Any, name: str, devices: Iterable[str]) -> frozenset[str]:
-    """The device types, among `devices`, for which an operator brings a kernel for autocast.
+def devices_with_autocast_kernel(
+    operator: Any, name: str, devices: Iterable[str]
+) -> frozenset[str]:
+    """The device types, among `devices`, for which an operator has an autocast kernel of its own.
 
-    Empty for torch's own operators, which follow the tables, and where torch cannot be asked.
+    Empty for torch's own operators, which follow the op tables, and if torch cannot tell.
     """
     if name.startswith(_OF_TORCH) or _key_name_of is None or _keys is None:
-        return frozenset()  # TorchScript's operators (`prim`) cannot be asked
+        return frozenset()  # TorchScript's operators (`prim`) have no dispatch keys
     overloads = [operator]
     if hasattr(operator, "overloads"):  # `op_overloads` came after torch 2.10
         overloads = [getattr(operator, overload) for overload in operator.overloads()]
@@ -48,13 +50,13 @@ def base_name(operator: Any) -> str:
 
 
 def is_mutable(operator: Any) -> bool:
-    """Whether an overload writes into its arguments; by its name where torch does not say."""
+    """Whether an overload writes into its arguments.  Judged by its name if it has no schema."""
     schema = getattr(operator, "_schema", None)
     return base_name(operator).endswith("_") if schema is None else schema.is_mutable
 
 
 def out_arguments(operator: Any) -> set[str]:
-    """The names of the arguments that an overload only writes."""
+    """The names of the arguments that an overload writes and does not read."""
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return {"out"}

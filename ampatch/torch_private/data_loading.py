@@ -6,16 +6,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _FUNCTIONS = (
-    (DataLoader, "__iter__"),  # starts samplers, and workers: forked from here
-    (of_torch("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
-    (of_torch("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
-    (of_torch("torch.utils.data._utils.fetch._IterableDatasetFetcher", None), "fetch"),
+    (DataLoader, "__iter__"),  # starts samplers and forks workers
+    (torch_attribute("torch.utils.data.dataloader._BaseDataLoaderIter", None), "_next_index"),
+    (torch_attribute("torch.utils.data._utils.fetch._MapDatasetFetcher", None), "fetch"),
+    (torch_attribute("torch.utils.data._utils.fetch._IterableDatasetFetcher", None), "fetch"),
 )
 
-PREPARING: list[tuple[Any, str]] = [
+DATA_PREPARATION_FUNCTIONS: list[tuple[Any, str]] = [
     (owner, name) for owner, name in _FUNCTIONS if hasattr(owner, name)
 ]
-"""`(owner, name)` of functions.  A torch without one of them casts in samplers or datasets, too."""
+"""`(owner, name)` of functions.  If torch lacks one, calls in samplers or datasets are cast too."""

@@ -1,7 +1,7 @@
-"""Which device types there are, and what each of them can do.  To measure: `device_figures.py`.
+"""Which device types there are, and which features each has.  `device_figures.py` measures devices.
 
-All questions go through `torch.accelerator`, so that any accelerator of torch works.  Where a
-device lacks streams, events, graphs or memory figures, the answer is right without them.
+All queries go through `torch.accelerator`, so that any accelerator of torch works.  If a device
+lacks streams, events, graphs or memory statistics, the functions here still return a valid result.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
-# Every torch has these kernels on CUDA.
-_types_with_fused_optimizers = of_torch(
+# The fallback is CUDA, which has these kernels in every torch.
+_types_with_fused_optimizers = torch_attribute(
     "torch.utils._foreach_utils._get_fused_kernels_supported_devices", lambda: ["cuda"]
 )
-_types_with_list_kernels = of_torch(
+_types_with_foreach_kernels = torch_attribute(
     "torch.utils._foreach_utils._get_foreach_kernels_supported_devices", lambda: ["cuda"]
 )
 
@@ -29,18 +29,19 @@ _BFLOAT16 = {
     False: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     True: ("_is_mkldnn_bf16_supported",),
 }
-"""torch's functions that ask for bfloat16, by whether the CPU is an ARM."""
+"""torch's functions that return whether the CPU has bfloat16, by whether it is an ARM."""
 
 _marks_of_fork = [
-    of_torch(f"torch.{name}._is_in_bad_fork", lambda: False) for name in ("cuda", "xpu", "mps")
+    torch_attribute(f"torch.{name}._is_in_bad_fork", lambda: False)
+    for name in ("cuda", "xpu", "mps")
 ]
 
-NOT_THERE = (RuntimeError, NotImplementedError, AttributeError)
-"""What torch raises where a type of devices lacks a feature."""
+UNSUPPORTED_ERRORS = (RuntimeError, NotImplementedError, AttributeError)
+"""The exceptions that torch raises if a device type lacks a feature."""
 
 
 def accelerator() -> str | None:
-    """The type of the accelerator, as in `tensor.device.type`; None: there is none."""
+    """Return the type of the accelerator, as in `tensor.device.type`, or None if there is none."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -59,9 +60,9 @@ def device_types() -> tuple[str, ...]:
 
 
 def initial_cast_devices() -> set[str] | None:
-    """The device types that a session casts on before it has models; None: all.
+    """The device types on which a session casts before it has models; None means all.
 
-    Without an accelerator no call needs to ask for the device of a tensor.
+    Without an accelerator it is None, so that no call reads the device of a tensor.
     """
     return None if accelerator() is None else {"meta"}
 
@@ -69,15 +70,15 @@ def initial_cast_devices() -> set[str] | None:
 # Memory
 
 
-def is_owned_by_host(device: torch.device) -> bool:
-    """Whether the host reads this device's memory without a wait."""
+def can_read_without_sync(device: torch.device) -> bool:
+    """Whether reading a tensor on this device does not synchronize with the device."""
     return device.type == "cpu"
 
 
 def host_computes_in_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 by instructions of its own.
+    """Whether this CPU has bfloat16 instructions.
 
-    Without them torch takes many times as long as in FP32.  What this torch cannot tell is False.
+    Without them torch takes many times as long as in FP32.  False if this torch cannot tell.
     """
     on_arm = platform.machine().lower() in ("aarch64", "arm64")
     known = torch.ops.mkldnn if on_arm else torch.cpu
@@ -85,34 +86,35 @@ def host_computes_in_bfloat16() -> bool:
 
 
 def has_values(device: torch.device) -> bool:
-    """Whether tensors there have values at all."""
+    """Whether tensors on this device have values: not on "meta"."""
     return device.type != "meta"
 
 
 class AsyncCopy:
-    """Numbers of a device on their way to the host, which does not wait for them.
+    """An asynchronous copy of a tensor's values to the host.
 
-    Where a device has no events, or no pinned memory, the host waits once, here.
+    If the device has no events, or there is no pinned memory, creating it synchronizes with the
+    device.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         self._event: Any = None
-        if is_owned_by_host(numbers.device):
-            self._host = numbers.clone()
+        if can_read_without_sync(values.device):
+            self._host = values.clone()
             return
         try:
             self._host = torch.empty(
-                numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+                values.shape, dtype=values.dtype, device="cpu", pin_memory=True
             )
-            self._event = new_event(numbers.device)
-        except NOT_THERE:
-            self._host = numbers.to("cpu")
+            self._event = new_event(values.device)
+        except UNSUPPORTED_ERRORS:
+            self._host = values.to("cpu")
             return
-        self._host.copy_(numbers, non_blocking=True)
-        self._event.record(current_stream(numbers.device))
+        self._host.copy_(values, non_blocking=True)
+        self._event.record(current_stream(values.device))
 
     def value(self) -> list[float] | None:
-        """The numbers, once they have arrived."""
+        """Return the values, or None if they have not arrived yet."""
         if self._event is not None and not self._event.query():
             return None
         return self._host.tolist()
@@ -129,8 +131,8 @@ def device_and_stream(tensor: Tensor) -> Any:
     return device, current_stream(device)
 
 
-def is_captured(tensor: Tensor) -> bool:
-    """Whether its device is recording work into a graph, so that nothing may wait for it."""
+def is_stream_capturing(tensor: Tensor) -> bool:
+    """Whether the tensor's device captures a graph, during which the host may not synchronize."""
     device = tensor.device
     if device.type == "cpu":
         return False
@@ -149,7 +151,7 @@ def _has_streams(device: str) -> bool:
         return False
     try:
         current_stream(torch.device(device, 0))
-    except NOT_THERE:
+    except UNSUPPORTED_ERRORS:
         return False
     return True
 
@@ -165,13 +167,13 @@ def new_event(device: torch.device, *, timed: bool = False) -> Any:
 # Kernels
 
 
-def copies_lists_at_once(device: torch.device) -> bool:
-    """Whether a copy of a list of tensors is one kernel there, not one for each tensor."""
-    return device.type in _types_with_list_kernels()
+def has_foreach_copy_kernel(device: torch.device) -> bool:
+    """Whether a single kernel copies a list of tensors on this device."""
+    return device.type in _types_with_foreach_kernels()
 
 
 def have_fused_optimizers(tensors: Iterable[Any]) -> bool:
-    """Whether torch's fused optimizers, of an accelerator, work on all of these tensors."""
+    """Whether torch's fused optimizers for accelerators support all of these tensors."""
     types = frozenset(_types_with_fused_optimizers()) - {"cpu"}
     params = list(tensors)
     return bool(params) and all(

@@ -1,4 +1,4 @@
-"""Modes that see each operator, and torch's stack of them: what `ampatch.debug` is made of."""
+"""TorchDispatchModes, which see each operator, and torch's stack of them.  For `ampatch.debug`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import AmpatchError
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 
 class _Missing:
@@ -18,7 +18,7 @@ class _Missing:
         )
 
 
-TorchDispatchMode = of_torch("torch.utils._python_dispatch.TorchDispatchMode", _Missing)
+TorchDispatchMode = torch_attribute("torch.utils._python_dispatch.TorchDispatchMode", _Missing)
 
 
 try:
@@ -29,15 +29,15 @@ try:
     )
 except ImportError:
 
-    def take_out(mode: Any) -> None:
-        """Without torch's stack, `mode` stays in it to the end of the thread."""
+    def exit_mode(mode: Any) -> None:
+        """Do nothing: without access to torch's stack, `mode` stays in it."""
 
 else:
 
-    def take_out(mode: Any) -> None:
-        """Leave `mode`, also from below modes that were entered later.
+    def exit_mode(mode: Any) -> None:
+        """Exit `mode`, even below modes that were entered later.
 
-        A mode of another thread stays there.
+        Does nothing if `mode` is in another thread's stack.
         """
         if not any(other is mode for other in _get_current_dispatch_mode_stack()):
             return
@@ -49,12 +49,12 @@ else:
             _push_mode(other)
 
 
-_current_node = of_torch("torch._C._current_autograd_node", lambda: None)
-_next_number = of_torch("torch.autograd._get_sequence_nr", lambda: 0)
+_current_node = torch_attribute("torch._C._current_autograd_node", lambda: None)
+_next_number = torch_attribute("torch.autograd._get_sequence_nr", lambda: 0)
 
 
 def running_backward_node() -> tuple[bool, int]:
-    """Whether a node of the graph is running, and its number; without a way to ask, none is."""
+    """Return whether an autograd node is running, and its number, or (False, -1)."""
     node = _current_node()
     if node is None:
         return False, -1
@@ -63,5 +63,5 @@ def running_backward_node() -> tuple[bool, int]:
 
 
 def newest_node() -> int:
-    """The number of the node that was made last in this thread; -1 without a way to ask."""
+    """The number of the node that was made last in this thread, or -1 if torch cannot tell."""
     return _next_number() - 1

@@ -1,4 +1,4 @@
-"""torch.compile's frame evaluation.  Dynamo is never imported here: its import takes seconds."""
+"""torch.compile.  Dynamo is never imported here, because its import takes seconds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any
 import wrapt
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
-_context = of_torch("torch._guards.CompileContext", None)
+_context = torch_attribute("torch._guards.CompileContext", None)
 _compiled_now = getattr(_context, "try_get", lambda: None)
 
 
-def is_compiling() -> bool:
+def is_inside_compiler() -> bool:
     """Whether this thread runs torch.compile's compiler, not compiled code.
 
-    Without a way to ask, nothing is being compiled.
+    False if this torch cannot tell.
     """
     return _compiled_now() is not None
 
 
 def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
-    """Once Dynamo is imported, have it run these functions uncompiled where it meets their frames.
+    """Have Dynamo run these functions uncompiled, once it is imported.
 
-    Traced code still goes through them.  A torch without this feature compiles them, which works.
+    Dynamo still traces calls of them in code that it compiles.  A torch without this feature
+    compiles them, which works too.
     """
 
     def mark(eval_frame: Any) -> None:
@@ -45,18 +46,18 @@ _READERS = (_BUILDER, "torch._subclasses.meta_utils")
 
 
 def when_imported(call: Callable[[], None]) -> None:
-    """Have `call()` run once Dynamo's module is imported."""
+    """Call `call()` once Dynamo's module is imported."""
     wrapt.register_post_import_hook(lambda module: call(), _BUILDER)
 
 
-def gradient_readers() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Replacements `(module, name, make)`, with which Dynamo reads `grad` only of leaves.
+def gradient_reader_patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """The patches with which Dynamo reads `grad` only of leaves.
 
-    Dynamo reads `grad` of every tensor that goes into a graph.  At half copies of weights, which
-    are no leaves, torch warns.  Dynamo hides the warning, but under a filter that turns warnings
-    into errors it compiles nothing.
+    Dynamo reads `grad` of every input tensor of a graph.  torch warns if the tensor is no leaf, as
+    half copies of weights.  Dynamo hides the warning, but under a filter that turns warnings into
+    errors it compiles nothing.
 
-    Empty until Dynamo's module is imported to its end (a class there binds the functions), or where
+    Empty until Dynamo's module is completely imported (a class in it binds the functions), and if
     torch has other functions.
     """
     if not hasattr(sys.modules.get(_BUILDER), _CLASS):

@@ -1,7 +1,8 @@
-"""Lists of tensors in one call, where this torch can; one by one where it cannot.
+"""torch's foreach functions, which process a list of tensors in one call.
 
-Named and called as the methods of one tensor are: `addcmul_(tensors, first, second,
-value=2)`.  A list among the further arguments has an item for each tensor.
+If this torch lacks one, the tensors are processed one by one.  The functions are named and called
+like the methods of a tensor: `addcmul_(tensors, first, second, value=2)`.  A list among the other
+arguments has an item for each tensor.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 COPY = "_foreach_copy_"
-"""What torch calls `copy_` of lists."""
+"""torch's name of `copy_` for lists."""
 
 
 def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
@@ -30,13 +31,13 @@ def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) ->
         ]
 
 
-add = of_torch("torch._foreach_add", partial(one_by_one, "add"))
-add_ = of_torch("torch._foreach_add_", partial(one_by_one, "add_"))
-addcdiv_ = of_torch("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
-addcmul_ = of_torch("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
-copy_ = of_torch("torch._foreach_copy_", partial(one_by_one, "copy_"))
-lerp_ = of_torch("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
-mul = of_torch("torch._foreach_mul", partial(one_by_one, "mul"))
-mul_ = of_torch("torch._foreach_mul_", partial(one_by_one, "mul_"))
-norm = of_torch("torch._foreach_norm", partial(one_by_one, "norm"))
-sqrt = of_torch("torch._foreach_sqrt", partial(one_by_one, "sqrt"))
+add = torch_attribute("torch._foreach_add", partial(one_by_one, "add"))
+add_ = torch_attribute("torch._foreach_add_", partial(one_by_one, "add_"))
+addcdiv_ = torch_attribute("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
+addcmul_ = torch_attribute("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
+copy_ = torch_attribute("torch._foreach_copy_", partial(one_by_one, "copy_"))
+lerp_ = torch_attribute("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
+mul = torch_attribute("torch._foreach_mul", partial(one_by_one, "mul"))
+mul_ = torch_attribute("torch._foreach_mul_", partial(one_by_one, "mul_"))
+norm = torch_attribute("torch._foreach_norm", partial(one_by_one, "norm"))
+sqrt = torch_attribute("torch._foreach_sqrt", partial(one_by_one, "sqrt"))

@@ -1,4 +1,4 @@
-"""What torch keeps in `nn.Module`: tables, base classes, weights as a list."""
+"""torch's private attributes of modules: dicts of hooks, base classes, lists of weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.backends.mha
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
-    """The private base class, from which users derive too; without it, torch's public classes."""
-    base = of_torch(name, None)
+    """Return the private base class, from which users derive too, or torch's public classes."""
+    base = torch_attribute(name, None)
     return torchs_own if base is None else (base,)
 
 
@@ -33,16 +33,16 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     for name in ("_check_input_dim", "_check_non_zero_input_channels")
     if name in vars(nn.SyncBatchNorm)
 }
-"""Methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
+"""The methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
 
 APPLY = "_apply"
-"""The method behind `.to`, `.half` and `.cuda`.  Where torch has none, conversions go unseen."""
+"""The method that `.to`, `.half` and `.cuda` call.  Without it conversions are not noticed."""
 
 PARAMETERS = "_parameters"
-"""The attribute in which a module has its table of parameters."""
+"""The attribute of a module with the dict of its parameters."""
 
 FLAT_WEIGHTS = "_flat_weights"
-"""The attribute in which an `nn.RNNBase` has its weights as a list."""
+"""The attribute of an `nn.RNNBase` with the list of its weights."""
 
 
 def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
@@ -54,40 +54,40 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
     names = getattr(rnn, "_flat_weights_names", None)
     if names is None or FLAT_WEIGHTS not in attributes:
         return
-    table = attributes.get(PARAMETERS, {})  # `getattr` goes there too, by a call of Python's
-    weights = [table[name] if name in table else getattr(rnn, name, None) for name in names]
+    params = attributes.get(PARAMETERS, {})  # read directly: `getattr` calls `Module.__getattr__`
+    weights = [params[name] if name in params else getattr(rnn, name, None) for name in names]
     attributes[FLAT_WEIGHTS] = weights
     if "_flat_weight_refs" in attributes:
         attributes["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
-    """The weights of an RNN that lie in one memory buffer, as cuDNN wants them; else none."""
+    """The weights of an RNN that cuDNN's flattening has put into one storage; else none."""
     weights = getattr(rnn, FLAT_WEIGHTS, [])
-    return list(weights) if are_one_buffer(weights) else []
+    return list(weights) if are_flat_weights(weights) else []
 
 
-def are_one_buffer(weights: Sequence) -> bool:
-    """Whether these are several parameters that fill one memory buffer, or a range of it."""
+def are_flat_weights(weights: Sequence) -> bool:
+    """Whether these are several parameters that fill one storage, or a range of it."""
     if len(weights) < 2 or any(type(weight) is not nn.Parameter for weight in weights):
         return False
     alike = {(weight.dtype, weight.device, weight.layout) for weight in weights}
-    if len(alike) > 1 or not share_buffer(weights) or not all(map(Tensor.is_contiguous, weights)):
+    if len(alike) > 1 or not share_storage(weights) or not all(map(Tensor.is_contiguous, weights)):
         return False
     first, last = span_of(weights)
     return last - first <= 2 * sum(map(Tensor.numel, weights))
 
 
 def span_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """The range (start, end) of elements that contiguous tensors take up in their buffer."""
+    """The range (start, end) of elements that contiguous tensors take up in their storage."""
     starts = [int(tensor.storage_offset()) for tensor in tensors]
     return min(starts), max(map(operator.add, starts, map(Tensor.numel, tensors)))
 
 
-def share_buffer(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors lie in one memory buffer."""
-    buffers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(buffers) == 1 and 0 not in buffers
+def share_storage(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors share one storage."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return len(addresses) == 1 and 0 not in addresses
 
 
 _parametrize: Any = torch.nn.utils.parametrize
@@ -95,7 +95,7 @@ _CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "
 
 
 def swap_parametrize_cache(cache: dict) -> dict | None:
-    """Replace the cache of `parametrize.cached()`; returns the previous one, None outside of it."""
+    """Replace the cache of `parametrize.cached()`.  Returns the previous cache; outside it None."""
     if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
         return None
     previous, _parametrize._cache = _parametrize._cache, cache
@@ -103,7 +103,7 @@ def swap_parametrize_cache(cache: dict) -> dict | None:
 
 
 def submodule_dict(module: nn.Module) -> dict[str, Any]:
-    """A module's submodules by name; empty where torch or TorchScript keeps them elsewhere."""
+    """A module's submodules by name.  Empty if torch or TorchScript keeps them elsewhere."""
     submodules = vars(module).get("_modules", {})
     return submodules if isinstance(submodules, dict) else {}
 
@@ -114,11 +114,11 @@ attributes.
 """
 
 REPLICATE = "_replicate_for_data_parallel"
-"""The method of a module by which `nn.DataParallel` makes it: all attributes are copied."""
+"""The method of a module by which `nn.DataParallel` makes a replica: it copies all attributes."""
 
 
-def forward_tables(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
-    """A module's tables of forward pre-hooks and forward hooks; None where torch has others."""
+def forward_hook_dicts(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:
+    """A module's dicts of forward pre-hooks and forward hooks; None if torch lacks them."""
     before = getattr(module, "_forward_pre_hooks", None)
     after = getattr(module, "_forward_hooks", None)
     return None if before is None or after is None else (before, after)
@@ -130,36 +130,36 @@ def has_forward(module: nn.Module) -> bool:
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _global_tables(*names: str) -> list[dict]:
-    return [table for name in names if (table := of_torch(name, None)) is not None]
+def _global_hook_dicts(*names: str) -> list[dict]:
+    return [table for name in names if (table := torch_attribute(name, None)) is not None]
 
 
-GLOBAL_BACKWARD_TABLES = _global_tables(
+GLOBAL_BACKWARD_HOOK_DICTS = _global_hook_dicts(
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
 )
-"""Hooks of all modules."""
+"""The dicts of backward hooks that are registered for all modules."""
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """The module inside a module of `torch.compile`; None for others."""
+    """Return the module inside a module of `torch.compile`, or None for any other module."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
 
 
-_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+_BACKWARD_HOOK_DICTS = ("_backward_hooks", "_backward_pre_hooks")
 
-BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_TABLES)
+BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_HOOK_DICTS)
 
 
-def backward_tables(module: nn.Module) -> list[dict]:
-    """A module's tables of backward hooks; empty where they cannot be seen."""
-    return [getattr(module, name, {}) for name in _BACKWARD_TABLES]
+def backward_hook_dicts(module: nn.Module) -> list[dict]:
+    """A module's dicts of backward hooks.  Empty if torch keeps them elsewhere."""
+    return [getattr(module, name, {}) for name in _BACKWARD_HOOK_DICTS]
 
 
 def is_fast_path_enabled() -> bool:
     """`torch.backends.mha.get_fastpath_enabled()` for code that Dynamo traces.
 
-    Where torch keeps the switch elsewhere, it counts as on, its default.
+    If torch keeps the switch elsewhere, True, its default.
     """
     return getattr(torch.backends.mha, "_is_fastpath_enabled", True)

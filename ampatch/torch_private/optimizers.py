@@ -2,7 +2,7 @@
 
 `torch.optim.Optimizer` wraps `step` and `zero_grad` in a range for the profiler, and `step` in
 loops over hooks: a tenth of a step of a small model.  While no profiler runs and no hook is set,
-the function inside is called.  A `step` or `zero_grad` that is not torch's is called as it is.
+the wrapped function is called directly.  A `step` or `zero_grad` of another class is called as is.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .lookup import of_torch
 from .probes import is_profiling
+from .torch_attributes import torch_attribute
 
-_UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: as if one were set
+_UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: treated like a dict with a hook
 _WHEN = ("pre", "post")
-_FOR_ALL = [
-    of_torch(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN) for when in _WHEN
+_GLOBAL_STEP_HOOKS = [
+    torch_attribute(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN)
+    for when in _WHEN
 ]
-_OWN = [f"_optimizer_step_{when}_hooks" for when in _WHEN]
+_STEP_HOOK_NAMES = [f"_optimizer_step_{when}_hooks" for when in _WHEN]
 
 
 def _code_around_steps() -> Any:
@@ -31,7 +32,7 @@ def _code_around_steps() -> Any:
 
 
 CODE_AROUND_STEPS = _code_around_steps()
-"""The code of the function in which torch wraps each class's `step`; None: there is none."""
+"""The code object of torch's wrapper around each class's `step`, or None if it has no wrapper."""
 
 
 class _Notify:
@@ -45,26 +46,26 @@ class _Notify:
 
 
 def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
-    """Have `notify()` called after every step of any optimizer; returns a function that ends it."""
+    """Call `notify()` after every step of any optimizer.  Returns a function that stops this."""
     return register_optimizer_step_post_hook(_Notify(notify)).remove
 
 
 def bare_step(original: Any, optimizer: Any) -> Callable | None:
-    """The function inside torch's wrapper around a bound `step`, to be called with the optimizer.
+    """Return the function inside torch's wrapper around a bound `step`; it takes the optimizer.
 
-    None if the wrapper is not torch's, or has work to do: a profile, or hooks.  Hooks of ampatch do
-    not count: after a step of its optimizers the session itself drops its half copies.
+    Returns None if the wrapper is not torch's, or is needed for a profiler or hooks.  Hooks of
+    ampatch do not count: after a step of its optimizers the session itself drops its half copies.
     """
     function: Any = getattr(original, "__func__", None)
     if (
         CODE_AROUND_STEPS is None
         or getattr(function, "__code__", None) is not CODE_AROUND_STEPS
-        or original.__self__ is not optimizer  # of an optimizer inside it
+        or original.__self__ is not optimizer  # the `step` of an optimizer inside `optimizer`
         or is_profiling()
     ):
         return None
-    of_optimizer = [getattr(optimizer, name, _UNKNOWN) for name in _OWN]
-    for hooks in (*_FOR_ALL, *of_optimizer):
+    own_hooks = [getattr(optimizer, name, _UNKNOWN) for name in _STEP_HOOK_NAMES]
+    for hooks in (*_GLOBAL_STEP_HOOKS, *own_hooks):
         for hook in hooks.values():
             if type(hook) is not _Notify:
                 return None
@@ -72,7 +73,7 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
 
 
 def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
-    """Whether a bound `zero_grad` is torch's own and does no more than drop gradients."""
+    """Whether a bound `zero_grad` is torch's own and only drops gradients."""
     return (
         getattr(original, "__func__", None) is Optimizer.zero_grad
         and original.__self__ is optimizer
@@ -81,12 +82,12 @@ def is_bare_zero_grad(original: Any, optimizer: Any) -> bool:
 
 
 def skips_in_kernel(optimizer: Any) -> bool:
-    """Whether the optimizer's kernels can skip a step.  Unknown: they cannot."""
+    """Whether the optimizer's kernels can skip a step.  False if torch cannot tell."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def record_skipped_step(optimizer: Any) -> None:
-    """Mark a skipped step for schedulers, which else warn that `optimizer.step()` was forgotten."""
+    """Mark a skipped step as called: schedulers would warn that `step()` was not called."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 
@@ -94,7 +95,7 @@ def record_skipped_step(optimizer: Any) -> None:
 def forget_unscaling(scaler: Any, optimizer: Any) -> None:
     """Let a `torch.amp.GradScaler` accept another `unscale_` before the step.
 
-    Where torch keeps its state elsewhere, the scaler's own error refuses the second `unscale_`.
+    If torch keeps the scaler's state elsewhere, the second `unscale_` raises the scaler's error.
     """
     getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
@@ -103,7 +104,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`.  While nothing has imported the class, none is."""
+    """Whether `optimizer` is a `ZeroRedundancyOptimizer`.  Does not import the class."""
     kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
@@ -114,7 +115,7 @@ def steps_in_backward(optimizer: Any) -> bool:
 
 
 def build_buckets(optimizer: Any) -> None:
-    """Make the optimizer's parameters views of new buckets, if it has buckets."""
+    """Make the parameters of a `ZeroRedundancyOptimizer` views of new buckets, if any."""
     optimizer._build_param_buckets()
 
 

@@ -1,7 +1,7 @@
-"""Where a call runs: recorded, in a backward pass, under a profiler, beside other processes.
+"""Where a call runs: traced, in a backward pass, under a profiler, beside other processes.
 
-Forwards and steps ask every time, and torch's public functions take several Python calls each.
-Where this torch keeps an answer elsewhere, its public function is called.
+Every forward and step calls these functions, and torch's public functions take several Python calls
+each.  If this torch lacks a private name, its public function is called.
 """
 
 from __future__ import annotations
@@ -16,34 +16,40 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
-set_grad_enabled = of_torch("torch._C._set_grad_enabled", torch.set_grad_enabled)
+set_grad_enabled = torch_attribute("torch._C._set_grad_enabled", torch.set_grad_enabled)
 
-current_backward_pass = of_torch("torch._C._current_graph_task_id", lambda: -1)
-"""The number of the backward pass that is running; -1: none.  Unknown: none."""
+current_backward_pass = torch_attribute("torch._C._current_graph_task_id", lambda: -1)
+"""Returns the number of the running backward pass, or -1 if there is none.  Fallback: -1."""
 
-keeps_graph = of_torch("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
-"""Whether the backward pass that runs here keeps its graph's buffers.  Unknown: it may."""
+keeps_graph = torch_attribute("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
+"""Whether the running backward pass keeps its graph's buffers.  Fallback: True."""
 
-is_batched = of_torch("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
-"""Whether a tensor is one of a batch of gradients (`is_grads_batched`).  Unknown: it may be."""
+is_batched = torch_attribute("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: True)
+"""Whether a tensor is one of a batch of gradients (`is_grads_batched`).  Fallback: True."""
 
-is_profiling = of_torch("torch.autograd._profiler_enabled", lambda: True)
-"""Whether a profiler is running.  Unknown: one may be."""
+is_profiling = torch_attribute("torch.autograd._profiler_enabled", lambda: True)
+"""Whether a profiler is running.  Fallback: True."""
 
-is_tracing = of_torch("torch._C.is_tracing", torch.jit.is_tracing)
-_transform = of_torch("torch._C._functorch.peek_interpreter_stack", lambda: True)  # there may be
+is_tracing = torch_attribute("torch._C.is_tracing", torch.jit.is_tracing)
+_transform = torch_attribute(
+    "torch._C._functorch.peek_interpreter_stack", lambda: True
+)  # there may be
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def _no_mode(key: Any) -> None:
-    """For a torch that cannot be asked for modes: tensors have values, and no `make_fx` records."""
+    """The fallback: no FakeTensorMode is active, and `make_fx` traces nothing."""
 
 
-_mode_keys = of_torch("torch._C._TorchDispatchModeKey", None)
+_mode_keys = torch_attribute("torch._C._TorchDispatchModeKey", None)
 _FAKE, _PROXY = getattr(_mode_keys, "FAKE", None), getattr(_mode_keys, "PROXY", None)
-_mode = _no_mode if None in (_FAKE, _PROXY) else of_torch("torch._C._get_dispatch_mode", _no_mode)
+_mode = (
+    _no_mode
+    if None in (_FAKE, _PROXY)
+    else torch_attribute("torch._C._get_dispatch_mode", _no_mode)
+)
 _fx_mode = functools.partial(_mode, _PROXY)  # no Python call
 
 
@@ -52,12 +58,12 @@ def is_fake_mode_on() -> bool:
     return _mode(_FAKE) is not None
 
 
-def is_recording() -> bool:
+def is_traced_or_transformed() -> bool:
     """Whether operations are being traced or transformed, so that a kept tensor would leak.
 
-    Not to be asked from code that Dynamo traces.
+    Not to be called from code that Dynamo traces.
 
-    In C++: `is_recording` of `call.h`.
+    In C++: `is_traced_or_transformed` of `call.h`.
     """
     return (
         (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
@@ -67,7 +73,7 @@ def is_recording() -> bool:
     )
 
 
-_c10d = of_torch("torch.distributed.distributed_c10d", None)  # None: built without
+_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without
 
 
 def is_distributed() -> bool:
@@ -75,7 +81,7 @@ def is_distributed() -> bool:
     world = getattr(_c10d, "_world", None)
     if world is not None and hasattr(world, "_default_pg"):
         return world._default_pg is not None
-    distributed = torch.distributed  # the public way takes 2 us
+    distributed = torch.distributed  # the public functions take 2 us
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -90,7 +96,7 @@ _HIGH_SEQUENCE_NR = 2**62  # nodes with it run before all others that are ready
 def keep_torch_methods(function: type[Function]) -> None:
     """Keep torch's own methods in the nodes of a Function, even if they are replaced later.
 
-    Where this torch keeps them elsewhere, the nodes are treated as those of any Function.
+    If this torch keeps them elsewhere, the nodes have the replacements, like any Function's nodes.
     """
     nodes = getattr(function, "_backward_cls", None)
     for name in ("__init__", "apply") if nodes is not None else ():
@@ -100,7 +106,7 @@ def keep_torch_methods(function: type[Function]) -> None:
 def run_when_ready(tensor: Tensor) -> None:
     """Have the node that made `tensor` run before all other nodes that are ready.
 
-    Without `_set_sequence_nr` it runs in the order of creation: correct, only later.
+    Without `_set_sequence_nr` it runs in the order of creation: with the same result, but later.
     """
     node = tensor.grad_fn
     set_sequence_nr = getattr(node, "_set_sequence_nr", None)
@@ -109,9 +115,9 @@ def run_when_ready(tensor: Tensor) -> None:
 
 
 def has_compiled_backward(node: Any) -> bool:
-    """Whether a graph has the backward of a compiled function, whose buffers may serve one pass.
+    """Whether a graph has the backward of a compiled function, which may run only once.
 
-    Where this torch names it otherwise: False, and a pass that retains the graph is torch's error.
+    False if this torch names it otherwise.  Then torch itself raises if a pass retains the graph.
     """
     seen, stack = set(), [node]
     while stack:

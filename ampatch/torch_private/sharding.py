@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): its sharded parameters, and their precision.
 
-torch has no public way to ask a sharded module for its `MixedPrecisionPolicy` or for the modules
-of its parameters.  A torch that keeps them elsewhere gives `AmpatchError`, which says what to do.
+torch has no public function for a sharded module's `MixedPrecisionPolicy` or for the modules of its
+parameters.  If a torch keeps them elsewhere, `AmpatchError` is raised and says what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MODULE = "torch.distributed.fsdp"
 
 
 class Sharded(NamedTuple):
-    """A parameter that FSDP2 holds, with the first module that has it, and its name there."""
+    """A parameter that FSDP2 manages, the first module that has it, and its name in that module."""
 
     parameter: Tensor
     module: nn.Module

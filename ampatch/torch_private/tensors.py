@@ -1,4 +1,4 @@
-"""torch's attributes of tensors: hooks, and their memory."""
+"""torch's private attributes of tensors: hooks, bases of views, storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 TENSOR_HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
-"""If False, no weights are cast together: a node calls the hooks of all of them."""
+"""If False, no weights are cast together: a shared node would call the hooks of all of them."""
 
 
 def _unseen(tensor: Tensor) -> Any:
@@ -20,26 +20,26 @@ def _unseen(tensor: Tensor) -> Any:
 
 
 hooks_of: Callable[[Tensor], Any] = _unseen
-"""Hooks on a tensor's gradient, and those that run when it has arrived."""
+"""A tensor's backward hooks and post-accumulate-grad hooks."""
 
 if TENSOR_HOOKS_CAN_BE_SEEN:
     hooks_of = operator.attrgetter(*_HOOKS)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor of which this one is a view; None: it is no view, or this torch does not say."""
+    """Return the tensor of which `tensor` is a view, or None: no view, or torch cannot tell."""
     return getattr(tensor, "_base", None)
 
 
-def memory_of(storage: torch.UntypedStorage) -> int:
-    """A number that is equal for storages of the same memory, as long as one of them lives."""
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that is equal for storages of the same memory while one of them exists."""
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
 def keeps_parameter(tensor: Tensor, data: Tensor) -> bool:
     """Whether `Module.to` keeps the parameter `tensor` when its data becomes `data`.
 
-    Between the host and some accelerators it makes new parameters, unless it swaps them.
+    Between the CPU and some accelerators `Module.to` makes new parameters, unless it swaps them.
     """
     compatible = getattr(torch, "_has_compatible_shallow_copy_type", None)
     swaps = torch.__future__.get_swap_module_params_on_conversion()

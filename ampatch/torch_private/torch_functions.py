@@ -1,4 +1,4 @@
-"""`__torch_function__`: torch's stack of TorchFunctionModes, and its tables of functions."""
+"""`__torch_function__`: torch's stack of TorchFunctionModes, and its caches of functions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 import torch.overrides
 from torch.overrides import has_torch_function
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 try:
-    from torch._C import _is_torch_function_mode_enabled as is_mode_on
+    from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
     from torch.overrides import _get_overloaded_args as overloaded_args
-    from torch.overrides import _len_torch_function_stack as count_modes
-    from torch.overrides import _pop_mode as pop_mode
-    from torch.overrides import _push_mode as push_mode
-except ImportError:  # no way to ask: handlers see the original, and the casts
+    from torch.overrides import _len_torch_function_stack as torch_function_stack_len
+    from torch.overrides import _pop_mode as pop_torch_function_mode
+    from torch.overrides import _push_mode as push_torch_function_mode
+except ImportError:  # this torch cannot report its modes: handlers get the original and see casts
 
-    def is_mode_on() -> bool:
+    def is_torch_function_mode_enabled() -> bool:
         """No mode is known."""
         return False
 
-    def count_modes() -> int:
+    def torch_function_stack_len() -> int:
         """No mode is known."""
         return 0
 
-    def pop_mode() -> Any:
-        """Not called, nor is `push_mode`: no mode is known."""
+    def pop_torch_function_mode() -> Any:
+        """Not called, nor is `push_torch_function_mode`: no mode is known."""
         raise NotImplementedError("no mode is known")
 
-    push_mode = pop_mode  # type: ignore[assignment]
+    push_torch_function_mode = pop_torch_function_mode  # type: ignore[assignment]
 
     def overloaded_args(relevant: Iterable) -> list:  # type: ignore[misc]
         """One argument of each class that handles torch's calls."""
@@ -42,13 +42,13 @@ except ImportError:  # no way to ask: handlers see the original, and the casts
 
 STACK_CHANGES = [
     (owner, name)
-    for owner in (torch.overrides, of_torch("torch.utils._device", None))
+    for owner in (torch.overrides, torch_attribute("torch.utils._device", None))
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
-"""The names by which torch changes its stack of modes; without them no mode is known."""
+"""The functions by which torch changes its stack of modes.  Without them no mode is known."""
 
-TABLES = [
+CACHED_OVERRIDE_FUNCTIONS = [
     name
     for name in (
         "get_ignored_functions",
@@ -58,14 +58,17 @@ TABLES = [
     )
     if hasattr(getattr(torch.overrides, name, None), "cache_clear")
 ]
-"""Functions of `torch.overrides` that remember tables of overridable functions."""
+"""Names of the functions of `torch.overrides` that cache tables of overridable functions."""
 
-unhandled = of_torch("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
-"""Context manager: no handler of a class is called.  Without it in torch, handlers are called."""
+no_torch_function = torch_attribute("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+"""Context manager that disables `__torch_function__` of subclasses.
 
-NN_NAME = "_nn"
-NN = of_torch("torch._C._nn", None)
-"""The module from which `torch.nn.functional` has some of its functions, and its name there."""
+If this torch lacks `DisableTorchFunctionSubclass`, it does nothing.
+"""
+
+C_NN_NAME = "_nn"
+C_NN = torch_attribute("torch._C._nn", None)
+"""`torch._C._nn`, which implements some functions of `torch.nn.functional`, and its last name."""
 
 NESTED_TENSORS = "torch.nested._internal.nested_tensor"
 """The module of torch's class of nested tensors."""
@@ -76,5 +79,5 @@ def original_of_matmul() -> Any:
     return torch.Tensor.__base__.matmul  # type: ignore[union-attr]
 
 
-builtin_table = of_torch("torch.jit._builtins._get_builtin_table", dict)
-"""Without it, scripting a patched function fails as for any closure."""
+builtin_table = torch_attribute("torch.jit._builtins._get_builtin_table", dict)
+"""Returns torch.jit's table of builtins.  Without it, scripting a patched function fails."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .lookup import of_torch
+from .torch_attributes import torch_attribute
 
 _CLASSES = (
-    of_torch("torch._subclasses.fake_tensor.FakeTensor", ()),
-    of_torch("torch._subclasses.functional_tensor.FunctionalTensor", ()),
+    torch_attribute("torch._subclasses.fake_tensor.FakeTensor", ()),
+    torch_attribute("torch._subclasses.functional_tensor.FunctionalTensor", ()),
 )
-_KEY = getattr(of_torch("torch._C.DispatchKey", None), "AutogradFunctionality", None)
-_is_excluded = of_torch("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
+_KEY = getattr(torch_attribute("torch._C.DispatchKey", None), "AutogradFunctionality", None)
+_is_excluded = torch_attribute("torch._C._dispatch_tls_is_dispatch_key_excluded", lambda key: False)
 
 
-def is_internal(value: Tensor) -> bool:
-    """Whether torch itself is computing with this tensor, below the calls a user made.
+def is_internal_tracing_tensor(value: Tensor) -> bool:
+    """Whether torch itself computes with this tensor, inside a call that the user made.
 
-    torch.compile's backends and decompositions run torch's Python functions on
-    tracing tensors from inside a dispatch handler, where autograd is excluded.
-    The dispatcher's autocast is off there too.  Without a way to ask they are cast like others.
+    torch.compile's backends and decompositions call torch's Python functions on tracing tensors
+    inside a dispatch handler, where autograd is excluded.  The dispatcher's autocast is off there
+    too.  If torch cannot tell, such tensors are cast like others.
     """
     return _KEY is not None and isinstance(value, _CLASSES) and _is_excluded(_KEY)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ampatch.device_figures import random_numbers_again
+from ampatch.device_figures import replay_random_numbers
 from ampatch.launch.script import describe
 from ampatch.session.facade import map_tensors, tensors_within
 from ampatch.sweep.execution.early_stops import lacks_memory
-from ampatch.torch_private.modules import backward_tables, forward_tables
+from ampatch.torch_private.modules import backward_hook_dicts, forward_hook_dicts
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -76,7 +76,7 @@ class ModuleCall:
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, as_group: bool) -> None:
         self._as_group = as_group
-        self._with_same_random_numbers = random_numbers_again()
+        self._with_same_random_numbers = replay_random_numbers()
         self._copy = _copy_without_hooks(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
         self._inputs = copy.deepcopy(
@@ -294,7 +294,7 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
     """A deep copy of a module without its hooks, except torch's own (weight norm)."""
     duplicate = copy.deepcopy(module, _non_leaf_copies(module))
     for submodule in duplicate.modules():
-        for table in (*(forward_tables(submodule) or ()), *backward_tables(submodule)):
+        for table in (*(forward_hook_dicts(submodule) or ()), *backward_hook_dicts(submodule)):
             for key, hook in list(table.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del table[key]

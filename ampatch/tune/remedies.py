@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ampatch.config.optimizer_eps import HALF_EPS
-from ampatch.config.overrides import named
+from ampatch.config.overrides import matching_paths
 from ampatch.sweep.kinds import UNKNOWN, Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.sensitivity import Findings, ranked
@@ -116,6 +116,9 @@ def globs_for(chosen: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     allowed = {path for path in paths if f"{path}.".startswith(prefixes)}
     for path in modules:
         glob = re.sub(r"\d+", "*", path)
-        is_exact = len(modules & named(glob, paths)) > 1 and named(glob, paths) <= allowed
+        is_exact = (
+            len(modules & matching_paths(glob, paths)) > 1
+            and matching_paths(glob, paths) <= allowed
+        )
         globs.add(glob if is_exact else path)
     return sorted(globs)

@@ -14,7 +14,7 @@ SAID = {
     f"{row.where}.{name}": differences.from_autocast(row, False)
     for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED)
     for name in row.names
-    if not row.native
+    if not row.done_by_torch
 }
 UNSEEN = {f"{where}.{name}" for where in ("torch", "torch.Tensor") for name in ("cov", "corrcoef")}
 """The product inside is half: no dtype that comes out shows it."""

@@ -183,7 +183,7 @@ def test_torchs_own_modules_change_in_the_patched_places_only(monkeypatch):
         (row.where, name)
         for row in (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND, *EVERY_LEVEL)
         for name in row.names
-        if not row.native and isinstance(places.resolve(row.where), types.ModuleType)
+        if not row.done_by_torch and isinstance(places.resolve(row.where), types.ModuleType)
     }
     others = {(where, name) for where, names in OTHERS.items() for name in names.split()}
     assert changed == {place for place in rows | others if place in before}

@@ -314,13 +314,13 @@ def test_modes_are_known_however_they_come_and_go():
     early, late = Mode(), Mode()
     with early:
         o1()
-        assert STATE.threads_in_modes == 1 and STATE.has_thread_policies
+        assert STATE.threads_in_function_modes == 1 and STATE.has_thread_policies
         assert F.linear(X, X).dtype is H
-    assert STATE.threads_in_modes == 0 and not STATE.has_thread_policies
+    assert STATE.threads_in_function_modes == 0 and not STATE.has_thread_policies
 
     in_threads(lambda: Mode().__enter__())
-    assert STATE.threads_in_modes == 1
+    assert STATE.threads_in_function_modes == 1
     assert F.linear(X, X).dtype is H
     with late:
         ampatch.deactivate()
-    assert STATE.threads_in_modes == 0 and not STATE.has_thread_policies
+    assert STATE.threads_in_function_modes == 0 and not STATE.has_thread_policies

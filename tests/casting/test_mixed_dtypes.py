@@ -53,12 +53,12 @@ def said(error: BaseException) -> str:
 
 
 AT_O1 = (
-    "keep the call that made it in FP32: see `overrides=` of ampatch.initialize and "
-    'ampatch.precision("float").'
+    "run the call that produced the half tensor in FP32: see `overrides=` of ampatch.initialize "
+    'and ampatch.precision("float").'
 )
 IN_HALF = (
     'keep the module in FP32: overrides={"name.of.the.module": "float"} of ampatch.initialize; or '
-    "take O1, which computes what has no kernel for half in FP32."
+    "use O1, which runs operators without a half kernel in FP32."
 )
 
 

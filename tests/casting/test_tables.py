@@ -27,8 +27,10 @@ from ampatch.casting.tables import (
 
 TABLES = {"WHITELIST": WHITELIST, "BLACKLIST": BLACKLIST, "PROMOTE": PROMOTE, "BANNED": BANNED}
 ROWS = [row for table in TABLES.values() for row in table]
-RULE_OF = {(row.where, name): row.rule for row in ROWS for name in row.names if not row.native}
-NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.native]
+RULE_OF = {
+    (row.where, name): row.rule for row in ROWS for name in row.names if not row.done_by_torch
+}
+NATIVE = [(row.where, name) for row in PROMOTE for name in row.names if row.done_by_torch]
 TO_FP32 = {Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE}
 TO_WIDEST = {Rule.PROMOTE, Rule.FLOAT_ON_CPU}
 ON_THE_CPU = {rule for rule in Rule if rule.value.startswith("float on the CPU")}
@@ -67,7 +69,7 @@ def test_each_table_holds_its_own_rules():
     assert {name: {row.rule for row in table} for name, table in TABLES.items()} == expected
     assert {row.rule for row in EVERY_LEVEL} == {Rule.FLOAT, *ON_THE_CPU}
     assert not {row.rule for row in (*ROWS, *BEYOND)} & {*ON_THE_CPU} - {Rule.FLOAT_ON_CPU}
-    assert {row.rule for row in [*ROWS, *BEYOND, *APEX] if row.native} == {Rule.PROMOTE}
+    assert {row.rule for row in [*ROWS, *BEYOND, *APEX] if row.done_by_torch} == {Rule.PROMOTE}
 
 
 def test_every_function_stands_where_autocast_acts():
@@ -109,7 +111,7 @@ def test_in_place_functions_that_write_values_in_are_those_whose_result_promotes
     promoting = {
         ("torch.Tensor", f"{name}_")
         for row in (*PROMOTE, *BEYOND)
-        if row.rule is Rule.PROMOTE and row.where == "torch.Tensor" and not row.native
+        if row.rule is Rule.PROMOTE and row.where == "torch.Tensor" and not row.done_by_torch
         for name in row.names
         if name not in {"addcdiv", "addcmul", "arctan2", "atan2", "cross", "dot", "inner", "vdot"}
     }

@@ -345,7 +345,7 @@ def test_allow_incoming_model_not_fp32(amp, caplog):
     amp.initialize(model, optimizer, opt_level="O2")
     assert list(amp.master_params(optimizer)) == list(model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float16}
-    assert "without FP32 master weights: weight, bias" in caplog.text
+    assert "no FP32 master weights: weight, bias" in caplog.text
 
 
 def test_private_modules_and_other_places():

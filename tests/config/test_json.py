@@ -149,7 +149,7 @@ def test_a_variable_with_a_name_near_ours_is_named(name, monkeypatch):
     monkeypatch.setenv(name, "O2")
     monkeypatch.setenv("AMPATCH_TRIAL_DIR", "x")
     monkeypatch.setenv("ANOTHER", "x")
-    [said] = environment.misspelt()
+    [said] = environment.misspelt_messages()
     assert said == (
         f"The environment has {name}, which means nothing to ampatch. Did you mean "
         '"AMPATCH_OPT_LEVEL"?'

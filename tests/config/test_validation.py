@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from ampatch.config.validation import positive_number, truth_value, whole_number, word
+from ampatch.config.validation import known_word, positive_number, truth_value, whole_number
 
 WHAT = "f(x=...)"
 positive, in_text = positive_number, partial(positive_number, or_text=True)
 whole = partial(whole_number, least=3)
-direction = partial(word, known=("up", "down"))
+direction = partial(known_word, known=("up", "down"))
 
 
 @pytest.mark.parametrize(

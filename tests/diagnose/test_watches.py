@@ -35,7 +35,7 @@ def in_place(model: nn.Module) -> list:
         *(len(parameter._backward_hooks or ()) for parameter in model.parameters()),
         *(len(getattr(modules, f"_global_forward{name}_hooks")) for name in ("", "_pre")),
         *(len(getattr(optimizers, f"_global_optimizer_{name}_hooks")) for name in ("pre", "post")),
-        *(len(_get_current_dispatch_mode_stack()), len(registry.observers.all)),
+        *(len(_get_current_dispatch_mode_stack()), len(registry.observers.registered)),
     ]
 
 

@@ -29,7 +29,12 @@ from ampatch.casting.tables import Row, Rule
 
 
 def _rules(rows: Iterable[Row]) -> dict[str, Rule]:
-    return {f"{row.where}.{name}": row.rule for row in rows if not row.native for name in row.names}
+    return {
+        f"{row.where}.{name}": row.rule
+        for row in rows
+        if not row.done_by_torch
+        for name in row.names
+    }
 
 
 _CAST = _rules(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "ampatch"
-HOMES = ("torch_private/", "casting/tables.py", "casting/dynamo_tables.py")
+HOMES = ("torch_private/", "casting/tables.py", "casting/dynamo_patches.py")
 
 ALLOWED = {
     "_version": "a tensor's version; torch's notes on autograd and its errors speak of it",

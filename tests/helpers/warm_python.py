@@ -26,7 +26,7 @@ from typing import Any
 from warm_server import REQUEST_BYTES
 
 import ampatch
-from ampatch.config.environment import OF_THE_PROCESS
+from ampatch.config.environment import PROCESS_VARIABLES
 
 
 class Process:
@@ -91,7 +91,7 @@ def environment(**variables: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in OF_THE_PROCESS or not name.startswith("AMPATCH_")
+        if name in PROCESS_VARIABLES or not name.startswith("AMPATCH_")
     }
     places = [str(Path(ampatch.__file__).parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "160", **variables}

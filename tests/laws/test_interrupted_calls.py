@@ -162,7 +162,7 @@ def left(model, level):
     """What is not as it was before the call, right after it."""
     if not nothing_runs():
         return "a call is left, or functions look at their thread"
-    if torch_autocast.is_enabled("cpu"):
+    if torch_autocast.is_torch_autocast_enabled("cpu"):
         return "torch.autocast is on"
     for part in model.modules():
         if not all(type(value) is nn.Parameter for value in part._parameters.values()):
@@ -242,7 +242,7 @@ def test_ctrl_c_at_a_line(phase, level, scope, most):
         _, where = strikes.lines(does, FILES, number, rooms=("",))
         if not_begun(where):
             leave_all()
-            torch_autocast.set_enabled("cpu", False)
+            torch_autocast.set_torch_autocast_enabled("cpu", False)
         if said := wrong(model, level, expected):
             bad.append(f"{number} {where}: {said}")
             leave_all()

@@ -54,7 +54,7 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(monkeypatch):
     for model, optimizer in zip(models, pair, strict=True):
         backward(model, optimizer, data())
     before = [grad.clone() for optimizer in pair for grad in grads(optimizer)]
-    original = gradients.Gradients.before_block
+    original = gradients.OptimizerGradients.before_block
 
     def strike(flow):
         if flow.optimizer is pair[1]:
@@ -63,7 +63,7 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(monkeypatch):
 
     loss = models[0](data()[0]).sum() + models[1](data()[0]).sum()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gradients.Gradients, "before_block", strike)
+        patch.setattr(gradients.OptimizerGradients, "before_block", strike)
         with ampatch.scale_loss(loss, pair):
             raise AssertionError("entered")
     assert same([grad for optimizer in pair for grad in grads(optimizer)], before)

@@ -54,7 +54,7 @@ def test_the_check_can_see_a_private_name(line, torchs):
     assert list(private_names.private_names(ast.parse(line), own_names(), torchs))
 
 
-@pytest.mark.parametrize("line", ["self._policy", "other._policy", "__all__", '"_ampatch_slot"'])
+@pytest.mark.parametrize("line", ["self._policy", "other._policy", "__all__", '"_ampatch_holder"'])
 def test_names_of_our_own_are_not_torchs(line, torchs):
     assert not list(private_names.private_names(ast.parse(line), own_names(), torchs))
 

@@ -310,12 +310,12 @@ def test_a_forward_that_writes_into_its_weights_is_warned_once(caplog):
     with torch.no_grad():
         model.first.weight.fill_(float("nan"))
     model(inputs())
-    assert "writes into its weights" not in caplog.text
+    assert "writes to its weights" not in caplog.text
     model, _ = start(verbosity=1)
     model.inside = lambda model: model.first.weight.data.mul_(0.9)
     for _ in range(3):
         model(inputs())
-    assert caplog.text.count("writes into its weights in its own forward (first.weight)") == 1
+    assert caplog.text.count("writes to its weights in its own forward (first.weight)") == 1
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -89,7 +89,7 @@ def test_ctrl_c_at_any_line_leaves_the_table_whole():
     def forward():
         model(IDS)
 
-    files = ("models/lookups.py",)
+    files = ("models/embeddings.py",)
     for number in range(1, strikes.lines(forward, files)[0] + 1):
         strikes.lines(forward, files, number)
         assert is_plain(model), number

@@ -129,9 +129,9 @@ def test_infinite_inputs_stay_infinite(level, half):
 
 def test_without_a_look_float16_inputs_are_clamped():
     """As in a compiled, traced or captured forward; infinite ones are not."""
-    from ampatch.models.io_casting import InputCasts, ModelInputs
+    from ampatch.models.io_casting import InputCaster, InputCasts
 
-    inputs = ModelInputs("M", torch.float16, lambda: None)
+    inputs = InputCaster("M", torch.float16, lambda: None)
     numbers = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), 2.0])
     traced = make_fx(lambda x: inputs.cast((x,), {}, InputCasts())[0][0])(torch.ones(5))
     assert traced(numbers).tolist() == [65504, -65504, float("inf"), -float("inf"), 2]

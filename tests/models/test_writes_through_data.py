@@ -98,7 +98,7 @@ def test_a_block_that_changes_nothing_is_said_once(level, block, caplog):
     ]
     assert len(said) == (level != "O1")
     if said:
-        assert said[0].startswith("Asking is called in a block") and f"at {level}" in said[0]
+        assert said[0].startswith("Asking is called inside") and f"at {level}" in said[0]
         assert "ampatch.unwrap(model)" in said[0] and "overrides=" in said[0]
 
 

@@ -170,7 +170,7 @@ def test_which_weights_may_be_cast_in_one_node(same_bits_with_native):
         }
         every = {}
         for name, bucket in buckets.items():
-            parts = Buckets(bucket, nn.Module(), nn.Module()).to_cast()
+            parts = Buckets(bucket, nn.Module(), nn.Module()).lists_to_cast()
             part_of = {id(param): place for place, part in enumerate(parts) for param in part}
             every[name] = [part_of.get(id(param)) for param in bucket]
         torch.save(every, sys.argv[1])
@@ -190,7 +190,7 @@ def test_entries_are_exchanged_all_or_none(same_bits_with_native):
         found = {}
         for name, second in (("other", {"a": 3}), ("gone", {}), ("same", {"a": 2})):
             tables = [{"a": 1}, second]
-            done = half_copy_slots.exchange_entries(tables, ["a", "a"], [0, 1], [4, 5], [1, 2])
+            done = half_copy_slots.set_entries(tables, ["a", "a"], [0, 1], [4, 5], [1, 2])
             found[name] = [done, tables]
         torch.save(found, sys.argv[1])
         """

@@ -20,7 +20,7 @@ A, B, C = object(), object(), object()
 def test_one_tensor_goes_to_several_places():
     tables = [{"a": A, "b": B}, {"a": A}]
     every = [tables[0], tables[0], tables[1]], ["a", "b", "a"], [1, 0, 1]
-    assert half_copy_slots.exchange_entries(*every, [B, C], None)
+    assert half_copy_slots.set_entries(*every, [B, C], None)
     assert tables == [{"a": C, "b": B}, {"a": C}]
     assert list(tables[0]) == ["a", "b"]
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import ampatch as amp
 
-SAID = "its gradients are still scaled: an ampatch.scale_loss block"
+SAID = "its gradients are still scaled, because they come from an ampatch.scale_loss block"
 
 
 @pytest.fixture

@@ -313,4 +313,4 @@ def test_ddp_around_tensor_parallel(ranks):
     for rank in ranks(under_ddp, "O1", False):
         assert "process_group=torch.distributed.group.WORLD" in rank["error"]
     for rank in ranks(under_ddp, "O2", True):
-        assert "have half copies" in rank["error"] and 'opt_level="O1"' in rank["error"]
+        assert "half copies of DTensors" in rank["error"] and 'opt_level="O1"' in rank["error"]

@@ -22,15 +22,15 @@ def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
     there, waits = torch.device("xpu"), []
     monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
     monkeypatch.setattr(device_figures, "_has_timed_events", lambda kind: False)
-    monkeypatch.setattr(device_figures, "wait_for", waits.append)
+    monkeypatch.setattr(device_figures, "synchronize", waits.append)
     first, second = device_figures.seconds_between([device_figures.moment(there) for _ in range(3)])
     assert first >= 0 <= second and waits == [there] * 3
     silent = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(device_figures, "_module", lambda kind: silent)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuses)
     assert device_figures.peak_memory() is None
-    assert device_figures.described() == ["xpu:0", "xpu:1"]
-    assert device_figures.name_of(there) == "xpu" and device_figures.count("xpu") == 2
+    assert device_figures.describe_accelerators() == ["xpu:0", "xpu:1"]
+    assert device_figures.device_name(there) == "xpu" and device_figures.device_count("xpu") == 2
 
 
 def test_events_that_cannot_be_timed_are_found_out_once(monkeypatch):
@@ -57,11 +57,11 @@ def test_figures_of_cuda_are_those_of_its_module(monkeypatch):
     assert device_figures.peak_memory() is None
     least[0] = 100
     assert device_figures.peak_memory() == 100 + 101
-    assert device_figures.described() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
+    assert device_figures.describe_accelerators() == ["cuda:0 A GPU (9.0)", "cuda:1 A GPU (9.0)"]
 
 
 def test_a_machine_without_accelerators_has_none_to_tell_of(monkeypatch):
     monkeypatch.setattr(device_figures, "accelerator", lambda: None)
-    assert device_figures.peak_memory() is None and device_figures.described() == []
-    assert device_figures.count("npu") == 0  # torch has no such module
-    device_figures.wait_for(torch.device("cpu"))
+    assert device_figures.peak_memory() is None and device_figures.describe_accelerators() == []
+    assert device_figures.device_count("npu") == 0  # torch has no such module
+    device_figures.synchronize(torch.device("cpu"))

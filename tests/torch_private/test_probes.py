@@ -40,7 +40,7 @@ def test_traces_and_transforms_record_and_plain_calls_do_not(name):
     answers: list[bool] = []
 
     def asking(x: Tensor) -> Tensor:
-        answers.append(probes.is_recording())
+        answers.append(probes.is_traced_or_transformed())
         return x + 1
 
     record, expected = RECORDINGS[name]
@@ -50,7 +50,7 @@ def test_traces_and_transforms_record_and_plain_calls_do_not(name):
 
 def test_the_flag_of_a_compiler(monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    assert probes.is_recording() is torch.compiler.is_compiling() is True
+    assert probes.is_traced_or_transformed() is torch.compiler.is_compiling() is True
 
 
 def test_a_torch_that_keeps_its_group_elsewhere_is_asked_in_public(monkeypatch):
@@ -69,7 +69,7 @@ def test_a_torch_that_keeps_none_of_it_where_we_look(monkeypatch):
             without.delattr(torch._C, name)
         without.setitem(sys.modules, "torch._C._functorch", None)
         spec.loader.exec_module(bare)
-    assert bare.is_recording()
+    assert bare.is_traced_or_transformed()
     assert bare.set_grad_enabled is torch.set_grad_enabled
     assert bare.is_tracing is torch.jit.is_tracing
 

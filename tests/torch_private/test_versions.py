@@ -7,7 +7,7 @@ import torch
 from warm_python import python
 
 from ampatch.diagnose.tables import content
-from ampatch.torch_private.custom_ops import autocast_devices
+from ampatch.torch_private.custom_ops import devices_with_autocast_kernel
 
 REMOVALS = """
     del torch.trapz
@@ -73,4 +73,6 @@ def test_operators_are_asked_for_kernels_as_on_torch_2_10(monkeypatch):
     library.impl("f", lambda x: x, "AutocastCPU")
     operator = torch.ops.ampatch_versions.f
     for called in (operator, operator.default):
-        assert autocast_devices(called, "ampatch_versions::f", ("cpu", "cuda")) == {"cpu"}
+        assert devices_with_autocast_kernel(called, "ampatch_versions::f", ("cpu", "cuda")) == {
+            "cpu"
+        }

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampatch
 from ampatch.config.opt_levels import properties_for
-from ampatch.config.overrides import named
+from ampatch.config.overrides import matching_paths
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.module_call import CallErrors
@@ -133,7 +133,7 @@ def test_globs_match_what_was_chosen_and_nothing_outside_it():
     for _ in range(200):
         chosen = choose.sample(PLACES, choose.randint(1, 9))
         globs = globs_for(chosen, PLACES)
-        matched = set().union(*(named(glob, PLACES) for glob in globs))
+        matched = set().union(*(matching_paths(glob, PLACES) for glob in globs))
         assert matched >= set(chosen)
         for path in matched:
             assert any(path == root or path.startswith(f"{root}.") for root in chosen), (

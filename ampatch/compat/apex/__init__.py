@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch import AmpatchError, observe
 
-from ...log import logger, show_without_handlers, shows
+from ...log import logger, show_without_handlers, shows_without_handlers
 from ...session import facade
 from . import (
     amp,
@@ -101,7 +101,7 @@ def install(force: bool = False) -> None:
 
 def install_unless_real() -> None:
     """`install()` without messages, unless another apex has an amp or is the user's own."""
-    other, were_shown = other_apex.find(), shows()
+    other, were_shown = other_apex.find(), shows_without_handlers()
     if other is None or not other.has_precedence:
         install()
         show_without_handlers(were_shown)

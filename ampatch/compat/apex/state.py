@@ -62,7 +62,7 @@ class AmpState:
         sessions = facade.open_sessions()
         if not sessions:
             raise AttributeError(f"_amp_state has no {name!r} before amp.initialize.", name=name)
-        return ([session for session in sessions if session.handle is None] or sessions)[-1]
+        return ([session for session in sessions if session.init_handle is None] or sessions)[-1]
 
 
 _open_at_deactivate: weakref.WeakSet[facade.Session] = weakref.WeakSet()  # of any handle
@@ -70,8 +70,8 @@ _open_at_deactivate: weakref.WeakSet[facade.Session] = weakref.WeakSet()  # of a
 
 def scaling_sessions() -> list[facade.Session]:
     """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
-    sessions = facade.scaling_sessions()[::-1]
-    sessions = [s for s in sessions if s.handle is None or s.optimizers] or sessions
+    sessions = facade.scaling_or_latest_sessions()[::-1]
+    sessions = [s for s in sessions if s.init_handle is None or s.optimizers] or sessions
     return [s for s in sessions if s is sessions[0] or s not in _open_at_deactivate]
 
 
@@ -141,7 +141,7 @@ class SessionHandle:
 
 def handle_of(session: facade.Session) -> Any:
     """The handle of a session: what `init` returned, if `init` opened the session."""
-    return session.handle or SessionHandle(session)
+    return session.init_handle or SessionHandle(session)
 
 
 class Stash:

@@ -94,7 +94,7 @@ def _entry(table: str, row: Row) -> Entry:
         where=row.where,
         names=row.names,
         why=row.why,
-        native=row.native,
+        native=row.done_by_torch,
         missing=tuple(name for name in row.names if is_missing(row.where, name)),
         autocast=differences.AT_EVERY_LEVEL
         if table == "EVERY_LEVEL"

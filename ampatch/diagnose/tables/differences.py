@@ -63,12 +63,12 @@ _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()
 def from_autocast(row: Row, is_extra: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
     by_rule = LEFT_ALONE if is_extra else AUTOCAST.get(row.rule, "")
-    return "" if row.native else AUTOCAST_OF_ROWS.get(f"{row.where}.{row.names[0]}", by_rule)
+    return "" if row.done_by_torch else AUTOCAST_OF_ROWS.get(f"{row.where}.{row.names[0]}", by_rule)
 
 
 def from_apex(row: Row) -> str:
     """How apex treated the functions of a row differently, or nothing."""
-    if row.native:
+    if row.done_by_torch:
         return ""
     names_by_difference: dict[str, list[str]] = {}
     for name in row.names:

@@ -1,8 +1,8 @@
-"""The peculiarities of optimizers, a file for each; `scaling/optimizer.py` calls them.
+"""Special cases of optimizers, a file for each; `scaling/optimizer.py` calls them.
 
 Where to look first:
 
-* kinds of optimizers: `fused` (their kernels skip a step), `sam` (two half steps),
+* kinds of optimizers: `fused` (their kernels skip a step), `sam` (a step is two calls),
   `zero_redundancy`; who calls a closure: `closures`;
 * the state of parameters, cast to another dtype: `state`; replaced methods: `wrappers`.
 

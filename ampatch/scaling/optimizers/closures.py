@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the closure computes the loss and its gradients.
 
 torch's own optimizers except LBFGS evaluate the closure once, before they change a weight: as if
-the script called the closure and then `step()`.  Other optimizers call it when and as often as they
-want, perhaps after they have changed weights, and could not go back after an overflow.  So a
-dynamic loss scale refuses them, as apex and `torch.amp.GradScaler` do.
+the script called the closure and then `step()`.  Other optimizers may call it several times, and
+after they have changed weights.  They could not undo these changes after an overflow.  So ampatch
+refuses them under a dynamic loss scale, as apex and `torch.amp.GradScaler` do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ...errors import AmpatchError
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def wrapped(
+def wrap_closures(
     args: tuple, kwargs: dict, around: Callable[[Callable], Callable]
 ) -> tuple[list[Callable], tuple, dict]:
-    """The closures among the arguments of `step`, and the arguments with `around(closure)` instead.
+    """The closures among the arguments of `step`; the arguments with `around(closure)` for each.
 
     Closures are: a callable first argument, a callable named `closure`, and every function, also in
     a dict of options.
@@ -50,7 +50,7 @@ def evaluates_first(optimizer: Any) -> bool:
 
 
 def refuse(optimizer: Any) -> NoReturn:
-    """Raise `AmpatchError`: this optimizer cannot go back after an overflow in a closure."""
+    """Raise `AmpatchError`: this optimizer cannot undo a step after an overflow in a closure."""
     raise AmpatchError(
         f"{type(optimizer).__name__}.step(closure) under a dynamic loss scale: the optimizer calls "
         "the closure itself, so a step that overflows could not be skipped. Nothing was changed. "

@@ -1,4 +1,4 @@
-"""Fused optimizers: their kernels skip a step after an overflow, and the host does not wait."""
+"""Fused optimizers: their kernels skip a step after an overflow, without a host sync."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from ...torch_private import optimizers
 
 
-def skips_in_kernel(optimizer: Any) -> bool:
-    """Whether every group of the optimizer heeds `optimizer.found_inf`.
+def prepare_skip_in_kernel(optimizer: Any) -> bool:
+    """Whether the kernels of all groups of the optimizer read `optimizer.found_inf`.
 
-    A group with `fused=False` in a fused optimizer would step on inf.
+    A group with `fused=False` in a fused optimizer would step on inf.  Fills the momentum buffers
+    of fused SGD.
     """
     return (
         optimizers.skips_in_kernel(optimizer)
@@ -22,10 +23,10 @@ def skips_in_kernel(optimizer: Any) -> bool:
 
 
 def _fill_momentum(optimizer: Any) -> bool:
-    """Give fused SGD its momentum buffers; False if zeros would not do.
+    """Fill missing momentum buffers of fused SGD with zeros; False if it has dampening.
 
-    If its first step is skipped, it leaves a buffer uninitialized (torch 2.13).  Without dampening
-    zeros are the same as no buffer.
+    If the first step is skipped, fused SGD leaves a buffer uninitialized (torch 2.13).  Without
+    dampening a buffer of zeros gives the same step as no buffer.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

@@ -1,13 +1,14 @@
-"""Optimizers that step in two halves, as sharpness-aware ones (SAM, arXiv 2010.01412) do.
+"""Optimizers whose step is two calls, as sharpness-aware ones (SAM, arXiv 2010.01412).
 
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
     optimizer.first_step(zero_grad=True)       # climbs to the perturbed weights
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
     optimizer.second_step(zero_grad=True)      # climbs down and steps
 
-An overflow in either half skips the step: `first_step` then moves nothing, and `second_step` puts
-back the weights from before the first.  The same holds if `first_step` is called several times.
-When the optimizer's own `step(closure)` calls the halves, they are part of that step.
+After an overflow in either block the step is skipped: `first_step` then changes no weight, and
+`second_step` puts back the weights from before `first_step`.  The same holds if `first_step` is
+called several times.  If the optimizer's own `step(closure)` calls the two methods, they are part
+of that step.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..gradients import Gradients
+from ..gradients import OptimizerGradients
 from ..scale_value import is_set
 
 
-class Managed(Protocol):
-    """What the halves of a step need of the `ManagedOptimizer`."""
+class OptimizerForTwoSteps(Protocol):
+    """What `TwoSteps` needs of the `ManagedOptimizer`."""
 
     optimizer: Any
     session: Any
-    gradients: Gradients
+    gradients: OptimizerGradients
     parameters: Callable[[], Sequence[Tensor]]
     is_evaluating: bool
 
@@ -39,7 +40,7 @@ class Managed(Protocol):
         """Record whether the step is skipped."""
 
     def after_step(self) -> None:
-        """A step has ended that `record_step` has recorded."""
+        """Finish a step; to be called after `record_step`."""
 
 
 def has_two_steps(optimizer: Any) -> bool:
@@ -48,11 +49,11 @@ def has_two_steps(optimizer: Any) -> bool:
 
 
 class TwoSteps:
-    """The halves of one managed optimizer's step."""
+    """The two calls of one managed optimizer's step."""
 
-    def __init__(self, managed: Managed) -> None:
+    def __init__(self, managed: OptimizerForTwoSteps) -> None:
         self._managed = managed
-        self._saved: list[tuple[Tensor, Tensor]] = []  # weights, with values before the first half
+        self._saved: list[tuple[Tensor, Tensor]] = []  # weights, and their values before the step
         self._overflowed = False
 
     def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -63,7 +64,7 @@ class TwoSteps:
         if not (self._overflowed or self._saved):
             weights = self._managed.parameters()
             self._saved = [(weight, weight.detach().clone()) for weight in weights]
-        return self._half(original, args, kwargs)
+        return self._call_unless_overflow(original, args, kwargs)
 
     def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Replaces `second_step`."""
@@ -75,7 +76,7 @@ class TwoSteps:
                 for weight, value in self._saved:
                     weight.copy_(value)
         self._saved = []
-        result = self._half(original, args, kwargs)
+        result = self._call_unless_overflow(original, args, kwargs)
         self._managed.record_step(self._overflowed)
         self._overflowed = False
         self._managed.after_step()
@@ -86,9 +87,9 @@ class TwoSteps:
         found_inf = self._managed.gradients.take_found_inf()
         self._overflowed |= found_inf is not None and is_set(found_inf)
 
-    def _half(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_unless_overflow(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if not self._overflowed:
-            return self._managed.session.casts_off(original, *args, **kwargs)
+            return self._managed.session.call_without_casts(original, *args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:
             bound = signature.bind(*args, **kwargs)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def states_of(optimizer: Any) -> list[Any]:
-    """`optimizer.state`, and that of the optimizers in its attributes, in lists too."""
+    """`optimizer.state`, and the states of optimizers in its attributes, also in lists there."""
     optimizers = [optimizer]
     states = {}
-    for each in optimizers:  # which grows in this loop
-        state = getattr(each, "state", None)
+    for member in optimizers:  # the list grows in this loop
+        state = getattr(member, "state", None)
         if state is not None:
             states[id(state)] = state
-        for value in vars(each).values():
+        for value in vars(member).values():
             optimizers += [
                 item for item in _items(value) if _is_optimizer(item) and item not in optimizers
             ]
@@ -34,15 +34,18 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-Replaced = list[tuple[Any, Any, Any]]  # container, key, the value before
+ReplacedValues = list[tuple[Any, Any, Any]]
+"""For each replaced value: its container, its key, and the value before."""
 
 
-def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | None = None) -> None:
+def fit_state(
+    optimizer: Any, changed: Collection[int], replaced: ReplacedValues | None = None
+) -> None:
     """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
 
-    `replaced` gets the earlier values, for `put_back`.
+    `replaced` gets the earlier values, for `restore_state`.
     """
-    replaced_values: Replaced = [] if replaced is None else replaced
+    replaced_values: ReplacedValues = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in states_of(optimizer) if changed else ():
         for param in params:
@@ -50,7 +53,7 @@ def fit_state(optimizer: Any, changed: Collection[int], replaced: Replaced | Non
                 _fit(state, param, param.dtype, replaced_values)
 
 
-def put_back(replaced: Replaced) -> None:
+def restore_state(replaced: ReplacedValues) -> None:
     """Undo `fit_state`."""
     while replaced:
         container, key, value = replaced[-1]
@@ -58,8 +61,8 @@ def put_back(replaced: Replaced) -> None:
         replaced.pop()
 
 
-def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: Replaced) -> None:
-    """Cast `container[key]`, what an optimizer keeps for a parameter; its "step" is left alone."""
+def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
+    """Cast `container[key]`, a parameter's state or an item of it, except the item "step"."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:

@@ -1,4 +1,4 @@
-"""Replaced methods of one optimizer: put in, taken out, and put in again without nesting."""
+"""Replaces methods of one optimizer, restores them, and replaces them again without nesting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 Replacement = Callable[[Callable, tuple, dict], Any]
-_SLOT = "_ampatch_slot"  # functools.wraps hands it on to wrappers around the replacement
+_HOLDER = "_ampatch_holder"  # functools.wraps copies this attribute to wrappers of the method
 
 
-class _Slot:
-    """The replacement of a method; None: calls pass through to the original."""
+class _ReplacementHolder:
+    """Holds the replacement of a method, or None, and then the original is called."""
 
     __slots__ = ("optimizer", "replacement")
 
@@ -21,40 +21,40 @@ class _Slot:
         self.replacement: Replacement | None = replacement
 
 
-class Methods:
+class ReplacedMethods:
     """Shadows methods of an optimizer by bound methods in its `__dict__`.
 
     LR schedulers rebind `step.__func__`, so the shadow must be a bound method of the optimizer.  If
-    a scheduler has wrapped it, `take_out` leaves it there as a method that only passes calls on.
-    The next `put` uses its slot again, so that wrappers do not nest deeper each time.
+    a scheduler has wrapped the shadow, `restore` leaves it there, and it calls the original method.
+    The next `replace` uses its holder again, so that wrappers do not nest deeper each time.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._slots: list[_Slot] = []
-        # By name: whether the instance had such an attribute, which, and the shadow.
+        self._holders: list[_ReplacementHolder] = []
+        # By name: whether the instance had this attribute, its value, and the shadow.
         self._shadows: dict[str, tuple[bool, Any, Any]] = {}
 
-    def put(self, name: str, replacement: Replacement) -> None:
+    def replace(self, name: str, replacement: Replacement) -> None:
         """Have `replacement(original, args, kwargs)` called for the method `name`."""
         attributes = vars(self._optimizer)
         original = getattr(self._optimizer, name)
-        slot = getattr(original, _SLOT, None)
-        if slot is not None and slot.replacement is None:
-            slot.replacement = replacement
+        holder = getattr(original, _HOLDER, None)
+        if holder is not None and holder.replacement is None:
+            holder.replacement = replacement
         else:
-            slot = _Slot(self._optimizer, replacement)
+            holder = _ReplacementHolder(self._optimizer, replacement)
             of_class = None if name in attributes else getattr(type(self._optimizer), name, None)
-            function = _shadow(slot, name, original, of_class)
+            function = _shadow(holder, name, original, of_class)
             method = types.MethodType(function, self._optimizer)
             self._shadows[name] = (name in attributes, attributes.get(name), method)
             attributes[name] = method
-        self._slots.append(slot)
+        self._holders.append(holder)
 
-    def take_out(self) -> None:
+    def restore(self) -> None:
         """Give the optimizer its own methods back, except those that other code has wrapped."""
-        for slot in self._slots:
-            slot.replacement = None
+        for holder in self._holders:
+            holder.replacement = None
         attributes = vars(self._optimizer)
         for name, (had_attribute, previous, method) in self._shadows.items():
             if attributes.get(name) is not method:
@@ -63,35 +63,35 @@ class Methods:
                 attributes[name] = previous
             else:
                 del attributes[name]
-        self._slots.clear()
+        self._holders.clear()
         self._shadows.clear()
 
 
-def _shadow(slot: _Slot, name: str, original: Callable, of_class: Any) -> Callable:
-    """A method that calls the replacement in `slot`; `original` is the method that it shadows.
+def _shadow(holder: _ReplacementHolder, name: str, original: Callable, of_class: Any) -> Callable:
+    """A method that calls the replacement in `holder`; `original` is the method that it shadows.
 
-    `of_class` is the method of the class, or None.  If other code replaces that one later, the new
-    one is called, as without a shadow.  On a copy of the optimizer the original is called.
+    `of_class` is the method of the class, or None.  If other code replaces the method of the class
+    later, the new method is called, as without a shadow.  A copy of the optimizer calls its own.
     """
 
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if optimizer is not slot.optimizer:
+        if optimizer is not holder.optimizer:
             return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         shadowed = original
         if of_class is not None:
             present = getattr(type(optimizer), name, of_class)
             if present is not of_class:
                 shadowed = _bound(present, optimizer)
-        if slot.replacement is None:
+        if holder.replacement is None:
             return shadowed(*args, **kwargs)
-        return slot.replacement(shadowed, args, kwargs)
+        return holder.replacement(shadowed, args, kwargs)
 
-    setattr(method, _SLOT, slot)
+    setattr(method, _HOLDER, holder)
     return method
 
 
 def _bound(value: Any, optimizer: Any) -> Callable:
-    """An attribute of the class, as a lookup on the instance returns it: a function is bound."""
+    """An attribute of the class, bound to `optimizer` as `getattr(optimizer, ...)` binds it."""
     bind = getattr(type(value), "__get__", None)
     return value if bind is None else bind(value, optimizer, type(optimizer))

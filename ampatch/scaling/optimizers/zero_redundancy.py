@@ -1,8 +1,8 @@
 """`ZeroRedundancyOptimizer`: refused in `Join`; its buckets are rebuilt after casts.
 
 Each rank updates its own shard of the weights, and then sends it to the other ranks, by torch's own
-code.  If only one rank skipped a step, the others would wait forever.  DistributedDataParallel
-averages gradients, so an inf of one rank reaches all; but in `Join` some ranks have no gradients.
+code.  If only one rank skipped a step, the other ranks would wait forever.  DistributedDataParallel
+averages gradients, so an inf of one rank reaches all ranks; but in `Join` some have no gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...torch_private import optimizers
 
 
 def refuse_join(optimizer: Any) -> None:
-    """Raise `AmpatchError` inside `Join`: a rank without data cannot know of an overflow."""
+    """Raise `AmpatchError` inside `Join`: a rank without data does not see an overflow."""
     if optimizers.is_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "

@@ -82,7 +82,7 @@ class AutocastOff:
                 self._requested_dtypes[region] = str(half).removeprefix("torch.")
             init(region, device_type, dtype, False, cache_enabled)
             if enabled:  # it is off, and must not switch the casts of a level off
-                facade.silence(region)
+                facade.ignore_region(region)
 
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:

@@ -33,7 +33,7 @@ from ampatch.config import environment
 from ampatch.integrations import framework_patches
 from ampatch.launch import children
 from ampatch.launch.program import Program
-from ampatch.launch.script import Ending, describe, ended_by
+from ampatch.launch.script import Ending, describe, make_ending
 from ampatch.session.facade import OutermostForwards, open_sessions
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
@@ -94,9 +94,9 @@ def run(request: dict[str, Any]) -> int:
         record.write(ending.error)
     signal.signal(signal.SIGTERM, _exit_by_signal)
     if is_ranked:
-        late_threads.let_groups_finish()
+        late_threads.let_gloo_finish()
     # Without this C++ may abort the process at its end.
-    late_threads.wait_until_idle(device_figures.used())
+    late_threads.wait_until_idle(device_figures.used_accelerators())
     return ending.exit_code
 
 
@@ -114,7 +114,7 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except SystemExit as late:  # SIGTERM after the script's last line, or an excepthook that exits
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return ended_by(late)
+        return make_ending(late)
     return ending
 
 
@@ -155,7 +155,7 @@ class _Record:
     def _complete(self) -> None:
         if self._written_notices not in (None, self._training.recorder.notices):
             self.write(self._error)
-            late_threads.wait_until_idle(device_figures.used())
+            late_threads.wait_until_idle(device_figures.used_accelerators())
 
 
 class _Training:

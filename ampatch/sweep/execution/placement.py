@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.device_figures import VISIBLE, count
+from ampatch.device_figures import VISIBLE, device_count
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -44,7 +44,7 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
             f"kinds {', '.join(VISIBLE)}. On a CPU use --jobs."
         )
     [device_type] = device_types
-    existing = count(device_type)
+    existing = device_count(device_type)
     missing = [device for device in devices if int(device.partition(":")[2]) >= existing]
     if missing:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 
 from ampatch import native
 from ampatch._version import __version__
-from ampatch.device_figures import built_for
+from ampatch.device_figures import toolkit_versions
 from ampatch.sweep.measure.record import Run
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
     known = {
         "ampatch": __version__,
         "torch": torch.__version__,
-        **built_for(),
+        **toolkit_versions(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 import ampatch
-from ampatch.device_figures import name_of
+from ampatch.device_figures import device_name
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
 from ampatch.sweep.measure.machine import load, state_of_the_machine
 from ampatch.sweep.measure.probes import Readings, Track, peak_memory
 from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
-from ampatch.torch_private.devices import is_owned_by_host
+from ampatch.torch_private.devices import can_read_without_sync
 
 REPORT_EVERY = 0.5  # seconds
 
@@ -75,7 +75,7 @@ class Recorder:
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if is_owned_by_host(device):  # reading it elsewhere waits for the device
+        if can_read_without_sync(device):  # reading it elsewhere waits for the device
             self._loss_scale = self._current_scale()
         self._show_progress()
         # None again if the script goes on because it catches every exception.
@@ -106,7 +106,7 @@ class Recorder:
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._loss_scale if (scale := self._current_scale()) is None else scale,
-            device=self._device and name_of(self._device),
+            device=self._device and device_name(self._device),
             memory_bytes=memory_bytes,
             memory_kind=memory_kind,
             stopped_at=self._stopped_at,

@@ -15,7 +15,7 @@ import torch
 
 from ampatch.device_figures import moment, seconds_between
 from ampatch.sweep.measure.probes import BATCH
-from ampatch.torch_private.devices import is_owned_by_host
+from ampatch.torch_private.devices import can_read_without_sync
 
 
 class _StepEnd(NamedTuple):
@@ -68,7 +68,10 @@ class StepTimes:
             paused = before.pauses != after.pauses
             wall.append(None if paused else round(sum(self._seconds[earlier:later]), 9))
             cpu.append(None if paused else after.cpu_seconds - before.cpu_seconds)
-        return {"step_seconds": wall, "cpu_seconds": cpu if is_owned_by_host(self._device) else []}
+        return {
+            "step_seconds": wall,
+            "cpu_seconds": cpu if can_read_without_sync(self._device) else [],
+        }
 
     def _read(self, count: int) -> None:
         """Turn the first `count` moments into seconds."""

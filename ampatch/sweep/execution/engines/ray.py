@@ -22,7 +22,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ampatch.config.environment import OF_THE_PROCESS
+from ampatch.config.environment import PROCESS_VARIABLES
 from ampatch.launch.program import Program
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.engines.protocol import (
@@ -44,7 +44,7 @@ from ampatch.sweep.trial import Trial
 
 RETRIES = 3  # for a trial whose worker has died
 GRACE = 15.0  # seconds for cancelled trials to end
-_PASSED_VARIABLES = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *OF_THE_PROCESS)
+_PASSED_VARIABLES = (THREADS, "MKL_NUM_THREADS", "PYTHONHASHSEED", *PROCESS_VARIABLES)
 
 
 class RayEngine:

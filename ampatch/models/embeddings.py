@@ -1,9 +1,9 @@
-"""O2: the half copy of an embedding's weight is made when something other than the lookup reads it.
+"""O2: an embedding's weight is cast to half only if other code than its own lookup reads it.
 
-A lookup reads some vectors of the weight; a copy reads and writes all of them, in each forward.  So
-`nn.Embedding` and `nn.EmbeddingBag` look up in their FP32 weight, and give the result in half
+A lookup reads some vectors of the weight; a cast reads all vectors, in each forward.  So
+`nn.Embedding` and `nn.EmbeddingBag` look up in their FP32 weight, and return the result in half
 (`casting/special_ops`).  Other code that reads the weight while the model's forward runs, such as a
-product with it, gets a half copy, as of any other weight.
+product with it, gets a half copy, as for any other weight.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.compiler import is_dynamo_compiling
 
 from ..casting.half_copies import cast_weights
 from ..torch_private.modules import PARAMETERS
-from ..torch_private.probes import is_recording
+from ..torch_private.probes import is_traced_or_transformed
 from .values import cast_tensors, caster, map_tensors
 
-_to_float = caster(torch.float32)
+_to_fp32 = caster(torch.float32)
 
 
-class Lookup(dict):
-    """Stands for `_parameters` of an embedding while the model's forward runs.
+class EmbeddingParameters(dict):
+    """Replaces `_parameters` of an embedding while the model's forward runs.
 
     The half copy is made when the weight is read.  From then on the module has its previous dict
-    (`module_params`) again, with the copy in it.  All forwards use the same `Lookup`, because
-    Dynamo guards on its identity.
+    (`module_params`) again, with the copy in it.  All forwards use the same object, because Dynamo
+    guards on its identity.
     """
 
     dtype: torch.dtype
@@ -46,10 +46,10 @@ class Lookup(dict):
     def swap_in(
         self, dtype: torch.dtype, copy: Tensor | None, on_copy: Callable[[Tensor, Tensor], object]
     ) -> None:
-        """Stand in the module; `on_copy(parameter, copy)` is called when the copy is made.
+        """Replace the module's `_parameters`; `on_copy(parameter, copy)` is called with the copy.
 
-        `copy`: that of the forward, if a recompute swaps in again; it goes into the slot at once.
-        What others have put in the module stays.
+        `copy`: the forward's copy, if a recompute swaps in again; it is put in the slot at once.
+        If other code has changed the module's parameter, nothing is done.
         """
         attributes, params = vars(self.module), self.module_params
         if attributes.get(PARAMETERS) is not params or params.get(self.name) is not self.parameter:
@@ -73,30 +73,32 @@ class Lookup(dict):
         self.half_copy = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """The result, in half, of `forward` (the class's own) with the FP32 weight."""
-        if kwargs or len(args) > 1:  # perhaps `per_sample_weights`
-            args, kwargs = map_tensors(args, _to_float), map_tensors(kwargs, _to_float)
+        """Run the class's `forward` with the FP32 weight.  Returns the result in half."""
+        if kwargs or len(args) > 1:  # `per_sample_weights` may be among them
+            args, kwargs = map_tensors(args, _to_fp32), map_tensors(kwargs, _to_fp32)
         output = forward(_ModuleWithWeight(self.module, self.name, self.parameter), *args, **kwargs)
         return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 
     def _with_copy(self) -> dict[str, Any]:
-        """`module_params`, with the copy in it while this object stands in the module."""
-        if is_dynamo_compiling() or is_recording():  # the cast is a node of the recorded graph
+        """`module_params`, with the half copy in it while the module's forward may read it."""
+        if is_dynamo_compiling() or is_traced_or_transformed():
+            # The cast becomes a node of the traced graph.
             return {**self.module_params, self.name: self.parameter.to(self.dtype)}
         attributes = vars(self.module)
         if attributes.get(PARAMETERS) is self:
             if self.half_copy is None:
-                own_node = not self.module.sparse  # such a node takes no sparse gradients
+                own_node = not self.module.sparse  # an own node accepts no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
                     [copy] = cast_weights([self.parameter], self.dtype, own_nodes=own_node)
                 assert self.on_copy is not None
-                self.on_copy(self.parameter, copy)  # first: Ctrl-C may strike at any moment
+                # Before the next line: KeyboardInterrupt may be raised anywhere.
+                self.on_copy(self.parameter, copy)
                 self.half_copy = copy
             self.module_params[self.name] = self.half_copy
             attributes[PARAMETERS] = self.module_params
         return self.module_params
 
-    def __iter__(self) -> Iterator[str]:  # without it `dict(lookup)` does not ask for values
+    def __iter__(self) -> Iterator[str]:  # makes `dict(self)` read the values
         return iter(self._with_copy())
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -104,7 +106,7 @@ class Lookup(dict):
 
 
 def _delegating(name: str) -> Callable:
-    def method(self: Lookup, *args: Any, **kwargs: Any) -> Any:
+    def method(self: EmbeddingParameters, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._with_copy(), name)(*args, **kwargs)
 
     return method
@@ -114,14 +116,14 @@ for _name in (
     "__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__",
     "clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
-    setattr(Lookup, _name, _delegating(_name))
+    setattr(EmbeddingParameters, _name, _delegating(_name))
 
 
 class _ModuleWithWeight:
-    """The `self` of a module's `forward`, with another tensor for one parameter."""
+    """Stands for `self` in a module's `forward`, with another tensor for one parameter."""
 
     def __init__(self, module: nn.Module, name: str, weight: Tensor) -> None:
-        if not is_dynamo_compiling():  # else each attribute is asked for by `__getattr__`
+        if not is_dynamo_compiling():  # while Dynamo traces, `__getattr__` finds each attribute
             self.__dict__.update(vars(module))
         self.__dict__[name] = weight
         self._module = module

@@ -1,6 +1,6 @@
-"""Handlers' own tables of torch's functions, filled before the session.
+"""The dicts and sets of torch's functions that handlers keep, filled before the session.
 
-`@implements(torch.nn.functional.linear)` at the top of a module puts the original into a table.
+`@implements(torch.nn.functional.linear)` at the top of a module puts the original into a dict.
 While patches are installed, the handler of `__torch_function__` is called with the replacement.
 """
 
@@ -14,34 +14,36 @@ from typing import Any, TypeGuard
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..torch_private.torch_functions import NESTED_TENSORS, NN, NN_NAME
+from ..torch_private.torch_functions import C_NN, C_NN_NAME, NESTED_TENSORS
 
 _METHODS = (MethodType, classmethod, staticmethod)
 _MAX_DEPTH = 4
 _MAX_ITEMS = 64
 
 
-Table = dict | set
+Container = dict | set
 
 
-class HandlerTables:
-    """Tables in which handlers look up the function that they are called with.
+class HandlerContainers:
+    """Dicts and sets in which handlers look up the function that they are called with.
 
-    A table that has an original gets an entry for the replacement too, with the same value, until
-    `give_back`.  Entries that the user's code has added for a replacement meanwhile then become
-    entries of the original.
+    A container that has an original gets an entry for the replacement too, with the same value,
+    until `restore`.  If the user's code has added an entry for a replacement, `restore` makes it an
+    entry of the original.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], tuple[Table, Callable, Callable, bool]] = {}
+        self._entries: dict[tuple[int, int], tuple[Container, Callable, Callable, bool]] = {}
 
-    def knows_only_original(self, original: Callable, patched: Callable, holder: Any) -> bool:
-        """Whether a handler does not know the replacement, and has to get the original.
+    def add_replacement(self, original: Callable, patched: Callable, holder: Any) -> bool:
+        """Add the replacement to the containers of a handler.
 
-        `holder` is the mode or the tensor whose handler it is.
+        Returns whether the handler must be called with the original: it knows only the original,
+        from an object that cannot be extended.  `holder`: the TorchFunctionMode or the tensor whose
+        handler it is.
         """
         if type(holder).__module__ == NESTED_TENSORS:
-            return _names_builtin({NN_NAME, original.__name__}, original)
+            return _names_builtin({C_NN_NAME, original.__name__}, original)
         search = _Search(original, patched)
         handler = holder.__torch_function__
         search.in_function(getattr(handler, "__func__", handler), 0)
@@ -50,30 +52,32 @@ class HandlerTables:
                 search.in_values(vars(cls).values(), 1)
         if isinstance(holder, TorchFunctionMode):
             search.in_values(vars(holder).values(), 1)
-        for table in search.patched_tables:
-            self._entries.setdefault((id(table), id(patched)), (table, original, patched, False))
+        for container in search.patched_containers:
+            self._entries.setdefault(
+                (id(container), id(patched)), (container, original, patched, False)
+            )
         if search.has_patched:
             return False
-        for table in search.tables:
-            self._entries[id(table), id(patched)] = (table, original, patched, True)
-            if isinstance(table, dict):
-                table[patched] = table[original]
+        for container in search.containers:
+            self._entries[id(container), id(patched)] = (container, original, patched, True)
+            if isinstance(container, dict):
+                container[patched] = container[original]
             else:
-                table.add(patched)
+                container.add(patched)
         return search.has_original
 
-    def give_back(self) -> None:
-        """Take the replacements out of the tables."""
-        for table, original, patched, is_ours in self._entries.values():
-            if patched not in table:
+    def restore(self) -> None:
+        """Remove the replacements from the containers."""
+        for container, original, patched, is_ours in self._entries.values():
+            if patched not in container:
                 continue
-            if isinstance(table, dict):
-                value = table.pop(patched)
-                if not is_ours or value is not table.get(original, value):
-                    table[original] = value
+            if isinstance(container, dict):
+                value = container.pop(patched)
+                if not is_ours or value is not container.get(original, value):
+                    container[original] = value
             else:
-                table.remove(patched)
-                table.add(original)
+                container.remove(patched)
+                container.add(original)
         self._entries.clear()
 
 
@@ -81,20 +85,20 @@ _ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
 
 
 class _Search:
-    """Looks for two functions in all that a function's code, a class or an instance refers to.
+    """Searches a pair of functions in all objects to which a function, class or instance refers.
 
-    That may be any object, such as the stand-in for a package that is not installed, of which
-    every attribute raises.  So the search reads the types of values, and containers by the methods
-    of Python's own classes: no code of the user's runs.
+    An object may be the stand-in for a package that is not installed, of which every attribute
+    raises.  So the search reads the types of values, and containers by the methods of Python's own
+    classes: no code of the user's runs.
 
-    `tables` have the original, and can take the replacement too; `has_original`: another object has
-    the original.  `patched_tables` have the replacement; `has_patched`: any object has it.
+    `containers` have the original, and can take the replacement too; `has_original`: another object
+    has the original.  `patched_containers` have the replacement; `has_patched`: any object has it.
     """
 
     def __init__(self, original: Callable, patched: Callable) -> None:
         self.has_original = self.has_patched = False
-        self.tables: list[Table] = []
-        self.patched_tables: list[Table] = []
+        self.containers: list[Container] = []
+        self.patched_containers: list[Container] = []
         self._is_logging = False
         self._pair = (original, patched)
         self._seen: set[int] = set()
@@ -106,7 +110,7 @@ class _Search:
         self._seen.add(id(function))
         values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # empty as yet
+            with contextlib.suppress(ValueError):  # the cell is still empty
                 values.append(cell.cell_contents)
         names = set(_names(function.__code__))
         self.has_original = self.has_original or _names_builtin(names, self._pair[0])
@@ -128,27 +132,27 @@ class _Search:
                 if depth < _MAX_DEPTH and not _is_of_torch(value.__module__ or ""):
                     self.in_function(value, depth + 1)
             elif issubclass(type(value), list) and self._is_logging:
-                continue  # a record of calls, not a table of functions
-            elif self._check(value) and issubclass(type(value), dict):
+                continue  # a record of calls, not a container of functions
+            elif self._record_functions_in(value) and issubclass(type(value), dict):
                 values_inside = list(dict.values(value))
                 for inner in values_inside if len(values_inside) <= _MAX_ITEMS else ():
-                    self._check(inner)
+                    self._record_functions_in(inner)
 
-    def _check(self, value: Any) -> bool:
-        """Record which of the two `value` is or contains.  Returns whether it is a container."""
+    def _record_functions_in(self, value: Any) -> bool:
+        """Record which of the pair `value` is or contains.  Returns whether it is a container."""
         original, patched = self._pair
         cls = type(value)
-        table = next((base for base in (dict, set, frozenset) if issubclass(cls, base)), None)
+        base_class = next((base for base in (dict, set, frozenset) if issubclass(cls, base)), None)
         if value is original:
             self.has_original = True
-        elif table is not None:
-            if table.__contains__(value, patched):
+        elif base_class is not None:
+            if base_class.__contains__(value, patched):
                 self.has_patched = True
-                if table is not frozenset:
-                    self.patched_tables.append(value)
-            elif table.__contains__(value, original):
+                if base_class is not frozenset:
+                    self.patched_containers.append(value)
+            elif base_class.__contains__(value, original):
                 if self._may_extend(value):
-                    self.tables.append(value)
+                    self.containers.append(value)
                 else:
                     self.has_original = True
             return True
@@ -160,15 +164,15 @@ class _Search:
                 return True
         return False
 
-    def _may_extend(self, table: Any) -> TypeGuard[Table]:
-        """Whether a table leads to handlers; tables that count or record calls must not change."""
-        if type(table) is set:
+    def _may_extend(self, container: Any) -> TypeGuard[Container]:
+        """Whether a container leads to handlers; one that counts or logs calls must not change."""
+        if type(container) is set:
             return not self._is_logging
-        return issubclass(type(table), dict) and callable(dict.get(table, self._pair[0]))
+        return issubclass(type(container), dict) and callable(dict.get(container, self._pair[0]))
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function inside of decorators, by `__wrapped__`."""
+    """Return the function inside its decorators, by `__wrapped__`."""
     for _ in range(_MAX_ITEMS):
         if type(function) is not FunctionType or "__wrapped__" not in vars(function):
             break
@@ -177,9 +181,9 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _names_builtin(names: set[str], original: Callable) -> bool:
-    """Whether code names the original as a builtin of `torch._C._nn`: F has some from there."""
+    """Whether code names the original as a builtin of `torch._C._nn`, from which F has some."""
     name = getattr(original, "__name__", "")
-    return NN_NAME in names and name in names and getattr(NN, name, None) is original
+    return C_NN_NAME in names and name in names and getattr(C_NN, name, None) is original
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""What torch.compile needs while patches are installed: Dynamo's tables of torch's functions.
+"""What torch.compile needs while patches are installed: Dynamo's own tables of torch's functions.
 
 Dynamo fills these tables at their first use, by the names of functions.  If it fills them while the
-patches are installed, they have the replacements.  Then Dynamo would record a replacement without
-tracing its cast, and break the graph at the original, which no table would have.  The corrections
-here give Dynamo the original for each name.
+patches are installed, they contain the replacements.  Then Dynamo would put a replacement into the
+graph without tracing its cast, and break the graph at the original, which no table contains.  The
+corrections here give Dynamo the original for each name.
 
-The tables are private to torch; what a version lacks is left out.  This module never imports
-Dynamo, which takes seconds: it corrects each module of Dynamo once that is imported.
+The tables are private to torch; tables that a version lacks are left out.  This module never
+imports Dynamo, which takes seconds: it corrects each module of Dynamo once that is imported.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OriginalOf = Callable[[Any], Any]
 Correction = Callable[[ModuleType, PatchSet, OriginalOf], None]
 
 
-class DynamoTables:
-    """Corrects Dynamo's tables, from the first patch to `patches.undo`.
+class DynamoPatches:
+    """Corrects Dynamo's tables, from `correct_from_now` to `patches.undo`.
 
     `original_of` returns the original of a replacement, and any other object itself.
     """
@@ -53,9 +53,9 @@ class DynamoTables:
         self._is_active = False
 
     def correct_from_now(self) -> None:
-        """To be called before the first patch."""
+        """Correct Dynamo's tables from now on.  To be called before the first patch."""
         self._is_active = True
-        self._patches.on_undo(self._end)
+        self._patches.on_undo(self._deactivate)
         for title in self._corrections:
             module = sys.modules.get(title)
             if module is not None:
@@ -64,7 +64,7 @@ class DynamoTables:
                 self._awaited_imports.add(title)
                 wrapt.register_post_import_hook(self._on_import, title)
 
-    def _end(self) -> None:
+    def _deactivate(self) -> None:
         self._is_active = False
 
     def _on_import(self, module: ModuleType) -> None:
@@ -89,7 +89,7 @@ def _is_ours(function: Any) -> bool:
 
 def _trace_call(tx: Any, function: Any) -> Any:
     """Have Dynamo trace a call of `function` at the position of its translator `tx`."""
-    from torch._dynamo.variables import UserFunctionVariable  # Dynamo runs, so it is there
+    from torch._dynamo.variables import UserFunctionVariable  # already imported: Dynamo is running
 
     return UserFunctionVariable(function).call_function(tx, [], {})
 
@@ -118,7 +118,7 @@ def _allowing_opaque_calls(is_callable_allowed: Callable[[Any], bool]) -> Callab
 
 
 def _c_methods(original_of: OriginalOf) -> frozenset:
-    """The methods of tensors that are written in C, the originals of replacements among them."""
+    """The tensor methods that are written in C, with originals in place of replacements."""
     methods = [original_of(getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
     return frozenset(method for method in methods if inspect.ismethoddescriptor(method))
 
@@ -132,7 +132,7 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original_of: Or
     scalars = getattr(variables, _SCALARS, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original_of, scalars))
-        if corrected != scalars:  # filled while patches were installed, and never again
+        if corrected != scalars:  # torch filled it while patches were installed, and only once
             setattr(variables, _SCALARS, corrected)
 
 
@@ -147,7 +147,7 @@ def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[
     corrected = functools.cache(lambda: correct(function()))
     is_static = inspect.isclass(owner)
     patches.replace(owner, name, lambda raw: staticmethod(corrected) if is_static else corrected)
-    patches.on_undo(function.cache_clear)  # it may have been filled while patches were installed
+    patches.on_undo(function.cache_clear)  # torch may have filled it while patches were installed
 
 
 def _trace_regions(
@@ -155,9 +155,9 @@ def _trace_regions(
     patches: PatchSet,
     get_state: Callable[[], CastState],
 ) -> None:
-    """Have Dynamo trace `enter_region` and `exit_region` with regions of torch.autocast.
+    """Have Dynamo trace `CastState.enter_region` and `exit_region` with regions of torch.autocast.
 
-    Dynamo has a class for regions, whose `enter` and `exit` are replaced.
+    Dynamo represents a region by a variable class, whose `enter` and `exit` are replaced.
     """
     variable = getattr(contexts, "AutocastModeVariable", None)
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
@@ -170,8 +170,8 @@ def _trace_regions(
     def enter(original: Callable) -> Callable:
         def entered(region: Any, tx: Any) -> Any:
             result = original(region, tx)
-            _, half, is_on, *_ = region.target_values
-            trace(tx, "enter_region", half if is_on else None)
+            _, dtype, is_enabled, *_ = region.target_values
+            trace(tx, "enter_region", dtype if is_enabled else None)
             return result
 
         return entered
@@ -188,16 +188,16 @@ def _trace_regions(
 
 
 def opaque_call(function: Callable) -> Callable:
-    """`function` in a wrapper that Dynamo does not trace: its graph has the wrapper.
+    """Wrap `function` so that Dynamo's graph has the wrapper as one call, and does not trace it.
 
-    A graph's code calls torch's functions by name.  Under another policy than that of its recording
-    it would call a replacement, and cast by the new policy.
+    A graph's code calls torch's functions by name.  If it later ran under another policy than the
+    one of its trace, it would call a replacement, which casts by the new policy.
     """
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def opaque(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return recorded
+    return opaque
 
 
 _OPAQUE_CALL = opaque_call(len).__code__
