@@ -91,7 +91,8 @@ def warm_trials():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("subprocess.Popen", popen)
-        patch.setattr("ampatch.sweep.execution.warm.IS_POSSIBLE", False)  # they are warm already
+        # The trials are warm already.
+        patch.setattr("ampatch.sweep.execution.warm_starts.IS_POSSIBLE", False)
         yield
 
 

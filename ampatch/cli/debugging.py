@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 
 if TYPE_CHECKING:
     from ampatch.diagnose.nonfinite import Debugger
@@ -37,7 +37,7 @@ def _lines(debugger: Debugger) -> Iterator[str]:
     passed_over, unseen = debugger.passed_over, debugger.unseen_skips
     if passed_over:
         yield (
-            f"ampatch: passed over overflows in {counted(len(passed_over), 'step')}, because a "
+            f"ampatch: passed over overflows in {pluralize(len(passed_over), 'step')}, because a "
             "smaller loss scale cures them (--stop-at any stops there)."
         )
         yield from (f"  {report.in_short()}" for report in passed_over[:MAX_SHOWN])
@@ -45,8 +45,8 @@ def _lines(debugger: Debugger) -> Iterator[str]:
             yield f"  ... and {len(passed_over) - MAX_SHOWN} more"
     if unseen:
         yield (
-            f"ampatch: skipped {counted(unseen, 'step')} because of an inf or NaN that no backward "
-            "pass made: look at what the script writes to .grad."
+            f"ampatch: skipped {pluralize(unseen, 'step')} because of an inf or NaN that no "
+            "backward pass made: look at what the script writes to .grad."
         )
     if debugger.report is not None:
         yield f"ampatch: {debugger.report}"

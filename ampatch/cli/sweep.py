@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     trackers = check_installed(options)
     from ampatch.sweep import Sweep, SweepError
     from ampatch.sweep.execution.progress import Lines
-    from ampatch.sweep.json_files import plain
+    from ampatch.sweep.json_files import to_json
 
     sweep = construct(options, Sweep)
     stopped: str | None = None
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         stopped, code = "", 1
     result = report(sweep, lines, stopped, trackers, sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(plain(sweep.results.to_json()), indent=1))
+        print(json.dumps(to_json(sweep.results.to_json()), indent=1))
     return result or code
 
 

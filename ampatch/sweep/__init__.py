@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ampatch.sweep.cases_and_trials import DTYPES, LEVELS, cases
     from ampatch.sweep.execution.progress import Progress
     from ampatch.sweep.execution.sweep import Sweep, SweepError
-    from ampatch.sweep.measure.record import Run
-    from ampatch.sweep.plan import DTYPES, LEVELS, cases
+    from ampatch.sweep.measure.run_record import Run
     from ampatch.sweep.report.render import write_report
     from ampatch.sweep.report.results import Results, Row, read_results, read_runs, read_sweep
     from ampatch.sweep.trial import Case, Trial
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "execution.progress": ("Progress",),
     "execution.sweep": ("Sweep", "SweepError"),
-    "measure.record": ("Run",),
-    "plan": ("DTYPES", "LEVELS", "cases"),
+    "measure.run_record": ("Run",),
+    "cases_and_trials": ("DTYPES", "LEVELS", "cases"),
     "report.render": ("write_report",),
     "report.results": ("Results", "Row", "read_results", "read_runs", "read_sweep"),
     "trial": ("Case", "Trial"),
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: the command line needs the options alone."""
+    """Import a name at its first use, because the command line needs only the options."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _MODULE_OF[name] in _NEED_EXTRA:
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_extra() -> None:
-    """Raise `ImportError` where the packages of the extra `sweep` are not installed."""
+    """Raise `ImportError` if the packages of the extra `sweep` are not installed."""
     missing = [name for name in _PACKAGES_OF_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -68,7 +68,7 @@ def sweep(
     """Run `script` with `arguments` at each opt level and dtype; returns the rows.
 
     `options` are those of `Sweep`.  O0 runs once per seed, in FP32.  A run that crashes, diverges
-    or exceeds `timeout` seconds does not end the sweep; the `status` of its row says so.
+    or exceeds `timeout` seconds does not end the sweep; it shows in the `status` of its row.
     """
     from ampatch.sweep import Sweep
 

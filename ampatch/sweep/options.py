@@ -1,4 +1,4 @@
-"""The options of a sweep: one table for the command line, for Python and for the pages."""
+"""The options of a sweep, in one table for the command line, Python and the documentation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ampatch.errors import did_you_mean
 ROUNDS = 3
 ENGINES = ("local", "ray")
 SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-NOT_RECORDED = ("out", "resume", "overwrite")  # do not change how trials run
-SIZE_OPTIONS = ("seeds", "rounds", "budget")  # a resumed sweep takes them from its plan
+NOT_RECORDED = ("out", "resume", "overwrite")  # options that do not change how trials run
+SIZE_OPTIONS = ("seeds", "rounds", "budget")  # options that a resumed sweep has in its plan
 
 
 def _option(
@@ -32,17 +32,13 @@ def _option(
 ) -> dict[str, Any]:
     """The metadata of a field that is an option of `ampatch sweep`; `flag` defaults to its name.
 
-    `first`: shown among the options for a first sweep.  `only_for`: the engines that have it.
-    `kept`: a resumed sweep must have the same value.
+    `first` options are shown among those for a first sweep.  `only_for` are the engines that have
+    the option.  For `kept` options a resumed sweep must have the same value.
     """
     return {
-        "metavar": metavar,
-        "parse": parse,
-        "flag": flag,
-        "first": first,
-        "only_for": only_for,
+        "metavar": metavar, "parse": parse, "flag": flag, "first": first, "only_for": only_for,
         "kept": kept,
-    }
+    }  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -159,10 +155,10 @@ class SweepOptions:
         return max(len(self.devices) // (self.nproc_per_node or 1), self.jobs or 1) > 1
 
     @property
-    def copies(self) -> bool:
+    def runs_in_copies(self) -> bool:
         """Whether each trial runs in a copy of the current folder."""
-        is_usual = self.side_by_side and self.engine == "local"
-        return is_usual if self.in_copy is None else self.in_copy
+        default = self.side_by_side and self.engine == "local"
+        return default if self.in_copy is None else self.in_copy
 
     def kept(self) -> dict[str, Any]:
         """The options that must be the same in a resumed sweep."""
@@ -170,7 +166,7 @@ class SweepOptions:
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
 
     def to_record(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of these options that are recorded, as JSON values."""
+        """The options of these names that are recorded, as JSON values."""
         recorded = {"tuning"} | {option.name for option in command_options()} - set(NOT_RECORDED)
         values = {name: getattr(self, name) for name in names if name in recorded}
         if "devices" in values:
@@ -252,59 +248,58 @@ def command_options() -> list[dataclasses.Field[Any]]:
 
 
 def resumed_options(
-    earlier: Any,
-    options: Mapping[str, Any],
-    asked: Mapping[str, Any],
-    arguments: Sequence[str],
+    earlier: Any, options: Mapping[str, Any], new: Mapping[str, Any], arguments: Sequence[str],
     not_kept: Sequence[str] = (),
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """For a resumed sweep: a note on the settings it keeps, the options to record, those to use.
+) -> tuple[str, dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """For a resumed sweep: a note on the options it keeps, the options to record, and to use.
 
-    `options` are those of this call, `asked` those of them that are recorded, `arguments` those of
-    the script.  `SIZE_OPTIONS` that have their earlier value are not used: the plan has them.
-    Options in `not_kept` keep no earlier value.
+    `options` are the options of this call, `new` those of them that are recorded, `arguments` the
+    arguments of the script.  `SIZE_OPTIONS` with their earlier value are not used, because the plan
+    has them.  Options in `not_kept` keep no earlier value.
     """
-    from ampatch.config.opt_levels import LEVELS  # imports torch, which the options do without
+    from ampatch.config.opt_levels import (
+        LEVELS,  # this imports torch, which the command line avoids
+    )
 
-    rows, known = earlier.settings.get("rows", ()), earlier.options
+    rows, recorded = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
-    earlier_options = {"levels": levels, "dtypes": earlier.settings["dtypes"], **known}
+    earlier_options = {"levels": levels, "dtypes": earlier.settings["dtypes"], **recorded}
     kept = {
         name: value
         for name, value in earlier_options.items()
-        if (name in known or name in asked) and name not in not_kept
+        if (name in recorded or name in new) and name not in not_kept
     }
-    merged = _merged(kept, asked)
-    new_sizes = {name for name in SIZE_OPTIONS if name in asked and asked[name] != kept.get(name)}
+    merged = _merged(kept, new)
+    new_sizes = {name for name in SIZE_OPTIONS if name in new and new[name] != kept.get(name)}
     if new_sizes and "budget" not in new_sizes:
         merged.pop("budget", None)
-    asked_tuning = asked.get("tuning", ())
+    new_tuning = new.get("tuning", ())
     tuning = {
-        name: value for name, value in merged.get("tuning", {}).items() if name not in asked_tuning
+        name: value for name, value in merged.get("tuning", {}).items() if name not in new_tuning
     }
-    unchanged = {name: merged[name] for name in merged if name not in asked}
+    unchanged = {name: merged[name] for name in merged if name not in new}
     line = as_command_line(unchanged | {"tuning": tuning})
     if earlier.arguments and not arguments:
         line = f"{line} {shlex.join(['--', *earlier.arguments])}".strip()
-    what = "tuning" if "tuning" in merged else "sweep"
-    note = f"Goes on with the {what} in its folder, and keeps its settings: {line}."
-    others = {name: options[name] for name in options if name not in SIZE_OPTIONS}
+    subject = "tuning" if "tuning" in merged else "sweep"
+    note = f"Goes on with the {subject} in its folder, and keeps its settings: {line}."
+    unsized = {name: options[name] for name in options if name not in SIZE_OPTIONS}
     used = {
         name: value
         for name, value in merged.items()
         if name in new_sizes or name not in SIZE_OPTIONS
     }
-    return note if line else "", merged, {**others, **used}
+    return note if line else "", merged, {**unsized, **used}
 
 
-def _merged(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Both sets of options: lists and dictionaries are joined, other values replaced."""
-    merged = {**kept, **asked}
-    for name in kept.keys() & asked.keys():
-        if isinstance(asked[name], dict):
-            merged[name] = {**kept[name], **asked[name]}
-        elif isinstance(asked[name], list):
-            merged[name] = list(dict.fromkeys([*kept[name], *asked[name]]))
+def _merged(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Both sets of options; lists and dictionaries are joined, other values come from `new`."""
+    merged = {**kept, **new}
+    for name in kept.keys() & new.keys():
+        if isinstance(new[name], dict):
+            merged[name] = {**kept[name], **new[name]}
+        elif isinstance(new[name], list):
+            merged[name] = list(dict.fromkeys([*kept[name], *new[name]]))
     return merged
 
 
@@ -322,16 +317,17 @@ def as_command_line(options: Mapping[str, Any]) -> str:
         else:
             values = [] if value is None else [value]
         for text in values:
-            no = "no-" * (option.default is None and text is False)
-            name = flag(option).replace("--", f"--{no}")
+            name = flag(option)
+            if option.default is None and text is False:
+                name = name.replace("--", "--no-")
             words += [name] if isinstance(text, bool) else [name, str(text)]
     return shlex.join(words)
 
 
 def flag(option: dataclasses.Field[Any]) -> str:
     """The flag of an option on the command line."""
-    name: str = option.metadata.get("flag", "")
-    return name or f"--{'no-' * (option.default is True)}{option.name.replace('_', '-')}"
+    prefix = "--no-" if option.default is True else "--"
+    return option.metadata.get("flag") or prefix + option.name.replace("_", "-")
 
 
 def help_texts() -> dict[str, str]:

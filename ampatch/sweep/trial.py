@@ -9,18 +9,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-AS_IT_IS = "script"
+AS_IT_IS = "script"  # the engine of a case that runs the script unchanged
 
 
 @dataclass(frozen=True)
 class Case:
     """A row of the table: an opt level, a half dtype, and settings.
 
-    `engine` is what casts, unlike the option `engine` of a sweep, which starts trials.  It is
-    "ampatch", "autocast" (torch.autocast and GradScaler as the baseline), or `AS_IT_IS` for a
-    script with its own autocast code.  For the last two `opt_level` is "autocast"; for
-    `AS_IT_IS` `dtype` is that of the script's regions.  `settings` are (name, value) pairs:
-    keywords of `initialize`, and `eps`, the smallest eps that optimizers may have.
+    `engine` is what casts (the option `engine` of a sweep is what starts trials): "ampatch",
+    "autocast" for torch.autocast and GradScaler as the baseline, or `AS_IT_IS` for a script with
+    its own autocast code.  For the last two `opt_level` is "autocast"; for `AS_IT_IS` `dtype` is
+    that of the script's regions.  `settings` are (name, value) pairs: keywords of `initialize`, and
+    `eps`, the smallest eps that optimizers may have.
     """
 
     opt_level: str
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def level_name(self) -> str:
-        """The label without the dtype."""
+        """The label without the dtype: opt level, "+tf32" and settings."""
         return dataclasses.replace(self, dtype=None).label
 
     @property
@@ -65,7 +65,7 @@ BASE = Case("O0")  # what the other rows are compared with
 
 @dataclass(frozen=True)
 class Trial:
-    """One process: a case, its seed and, for a short run, the number of its repeat (from 1).
+    """One process of a sweep: a case, its seed and, for a short run, its repeat (from 1).
 
     A full run trains as the script does.  A `short` run ends after a few seconds of training and
     measures speed only.  `again` marks the second, short O0 run of a round: its difference from
@@ -98,8 +98,8 @@ class Trial:
         Characters that a file name should not have are replaced.
         """
         label = self.case.label
-        plain = re.sub(r"[^\w+.=,-]", "_", label)[:80]
-        if plain != label:
-            plain += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
+        file_label = re.sub(r"[^\w+.=,-]", "_", label)[:80]
+        if file_label != label:
+            file_label += "-" + hashlib.sha256(label.encode()).hexdigest()[:8]
         ending = ".again" if self.again else ".short" if self.short else ""
-        return f"{plain}.seed{self.seed}.repeat{self.repeat}{ending}"
+        return f"{file_label}.seed{self.seed}.repeat{self.repeat}{ending}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import read_json, restored, write_json
+from ampatch.sweep.json_files import from_json, read_json, write_json
 from ampatch.tune.sensitivity import Sensitivity
 
 ANSWER = "tune.json"
@@ -67,6 +67,6 @@ def read_answer(directory: str | Path) -> Answer | None:
     path = Path(directory) / ANSWER
     try:
         data = read_json(path)
-        return None if data is None else restored(Answer, data)
+        return None if data is None else from_json(Answer, data)
     except (AttributeError, TypeError, ValueError):
         raise ValueError(f"{path}: is damaged, or ampatch tune did not write it.") from None

@@ -12,10 +12,10 @@ from ampatch.config.opt_levels import properties_for
 from ampatch.sweep import Sweep
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.kinds import Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import has_quality, seeds_matter
+from ampatch.sweep.report.rows import has_accuracy, seeds_matter
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune.answer import ANSWER, OVERRIDES
 from ampatch.tune.verdict import TuneError, passes, row_of
@@ -123,7 +123,7 @@ class CandidateSweep:
             raise TuneError(
                 f"O0 has failed: {base.status}. There is nothing to compare a candidate with."
             )
-        if not has_quality(self.runs):
+        if not has_accuracy(self.runs):
             raise TuneError(
                 f"{self._task.script}: no loss and no metric was recorded at O0, so a candidate "
                 "has nothing to be compared by. Have a loss go through ampatch.scale_loss or "

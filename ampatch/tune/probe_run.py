@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ampatch.sweep.report.figures import OK, status
 from ampatch.sweep.report.results import RUNS
+from ampatch.sweep.report.run_figures import OK, status
 from ampatch.sweep.trial import BASE
 from ampatch.tune.candidate_sweep import CandidateSweep, TuneTask
 from ampatch.tune.probe import SAMPLES, ProbeOptions

@@ -98,7 +98,7 @@ def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind
     modules = overrides(chosen, paths)
     if modules:
         keywords.append(f"overrides={json.dumps(modules)}")
-    call = kind.line(keywords)
+    call = kind.setup_lines(keywords)
     if "eps" in settings(chosen):
         call += f"\nand eps={HALF_EPS:g} as an argument of the optimizer"
     return call

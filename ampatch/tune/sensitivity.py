@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampatch.sweep.json_files import read_json, restored, write_json
+from ampatch.sweep.json_files import from_json, read_json, write_json
 from ampatch.tune.module_call import CallErrors
 
 
@@ -56,7 +56,7 @@ class Findings:
     def read(cls, path: Path) -> Findings | None:
         """The findings in a file of `write`, or None if the file does not exist."""
         data = read_json(path)
-        return None if data is None else restored(cls, data)
+        return None if data is None else from_json(cls, data)
 
 
 def ranked(modules: Iterable[Sensitivity]) -> list[Sensitivity]:

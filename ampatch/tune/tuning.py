@@ -8,11 +8,11 @@ from typing import Any
 
 from ampatch.config.validation import whole_number
 from ampatch.launch.program import Program
-from ampatch.sweep.execution.directory import clear, record_of
+from ampatch.sweep.execution.directory import delete_sweep_files, results_in
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.options import ROUNDS, SweepOptions, resumed_options
 from ampatch.sweep.report import pace
-from ampatch.sweep.report.recommendation import open_question
+from ampatch.sweep.report.recommendation import missing_evidence
 from ampatch.sweep.report.results import SUMMARY, Row, read_results
 from ampatch.sweep.trial import BASE, Case
 from ampatch.tune import remedies
@@ -198,11 +198,11 @@ class Tuning:
     def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> CandidateSweep:
         """Open the trials in the directory; with `overwrite` delete earlier probes and timings."""
         for name in (PROBE, SPEED):
-            record_of(self.directory / name)  # raises for a folder of other files
+            results_in(self.directory / name)  # raises for a folder of other files
         trials = CandidateSweep(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):
-                clear(self.directory / name)
+                delete_sweep_files(self.directory / name)
         return trials
 
     def _add_speeds(self, answer: Answer, cured_case: Case, level_trains: bool) -> None:
@@ -238,10 +238,10 @@ class Tuning:
         settings_tried: dict[str, Any],
     ) -> Answer:
         judged = row.comparisons[0] if row.comparisons else None
-        question, options = open_question(row) if outcome in (PASSES, CURED) else ("", "")
-        not_shown = (
-            question and f"{question}. {options and f'--resume {options} shows it.'}".strip()
-        )
+        missing = missing_evidence(row) if outcome in (PASSES, CURED) else None
+        not_shown = f"{missing.text}." if missing else ""
+        if missing and missing.options:
+            not_shown += f" --resume {missing.options} shows it."
         answer = Answer(
             script=str(self._task.script),
             opt_level=self._level.opt_level,

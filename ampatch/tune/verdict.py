@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpatchError
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.judge import quality_text
-from ampatch.sweep.report.margin import ONE_PERCENT, Margin, deciding, first_untested, worse
-from ampatch.sweep.report.recommendation import no_direction
+from ampatch.sweep.measure.run_record import Run
+from ampatch.sweep.report.comparisons import comparison_text
+from ampatch.sweep.report.directions import direction_options
+from ampatch.sweep.report.margin import (
+    ONE_PERCENT,
+    Margin,
+    deciding_comparisons,
+    first_untested,
+    worse_comparisons,
+)
+from ampatch.sweep.report.recommendation import direction_unknown
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import BASE, Case
 
 
@@ -36,7 +42,7 @@ def row_of(
 
 
 def passes(row: Row) -> bool:
-    """Whether no deciding quantity of the row has the outcome "worse" (see `margin.outcome`).
+    """Whether no deciding comparison of the row has the outcome "worse" (see `Comparison`).
 
     Raises `TuneError` if nothing can be tested, or if the judged quantity differs and has no
     direction.
@@ -49,11 +55,11 @@ def passes(row: Row) -> bool:
             "same data and first weights in each run: have the seed reach the script, or give "
             "--override-seeds."
         )
-    if not deciding(row):
+    if not deciding_comparisons(row):
         raise TuneError(f"{row.name}: there is no loss and no metric to compare with O0's.")
-    unknown = no_direction(row)
+    unknown = direction_unknown(row)
     if unknown:
-        raise TuneError(f"{row.name}: {unknown}: {option(row.comparisons[0].name)}.")
+        raise TuneError(f"{row.name}: {unknown}: {direction_options(row.comparisons[0].name)}.")
     untested = first_untested(row)
     if untested is not None:
         raise TuneError(
@@ -61,11 +67,11 @@ def passes(row: Row) -> bool:
             "--seeds 2 or more, and runs that differ (have {seed} among the script's arguments, or "
             "give --override-seeds)."
         )
-    return not worse(row)
+    return not worse_comparisons(row)
 
 
 def failure_reason(row: Row) -> str:
     """Why a row does not pass."""
     if row.outcome == "failed":
         return row.status
-    return "; ".join(quality_text(quantity) for quantity in worse(row))
+    return "; ".join(comparison_text(quantity) for quantity in worse_comparisons(row))

@@ -185,7 +185,7 @@ def _argument(given: ast.arg, default: ast.expr | None) -> str:
 def _numbers() -> dict[str, str]:
     """Defaults that signatures name, as the numbers they are."""
     from ampatch.config.scale_settings import ScaleSettings
-    from ampatch.sweep.plan import ROUNDS
+    from ampatch.sweep.cases_and_trials import ROUNDS
 
     found = {f"ScaleSettings.{name}": value for name, value in vars(ScaleSettings()).items()}
     return {name: repr(value) for name, value in {**found, "ROUNDS": ROUNDS}.items()}

@@ -14,20 +14,11 @@ from warm_python import python
 import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.calls import CastState
-from ampatch.casting.tables import (
-    APEX,
-    BANNED,
-    BEYOND,
-    BLACKLIST,
-    EVERY_LEVEL,
-    PROMOTE,
-    WHITELIST,
-    Rule,
-)
-from ampatch.diagnose.tables import content, differences, formats
+from ampatch.casting.tables import APEX, EVERY_LEVEL, Rule
+from ampatch.diagnose.tables import content, differences
 
 ROOT = Path(ampatch.__file__).parents[1]
-ROWS = (*WHITELIST, *BLACKLIST, *PROMOTE, *BANNED, *BEYOND)
+ROWS = (*tables.WHITELIST, *tables.BLACKLIST, *tables.PROMOTE, *tables.BANNED, *tables.BEYOND)
 
 
 # What is printed
@@ -130,13 +121,3 @@ def test_apex_differs_as_its_lists_say():
     cells = {"gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"}  # in apex's rnn_compat
     assert differ == through_its_callers | cells
     assert len(facts) > 90
-
-
-def test_a_difference_names_the_functions_it_is_about():
-    row = tables.Row("torch", ("exp", "square"), Rule.FLOAT, "Because.")
-    assert differences.from_apex(row) == "left alone: square"
-    assert differences.from_apex(row._replace(names=("square",))) == "left alone"
-    assert differences.from_apex(row._replace(names=("exp",))) == ""
-    sampler = tables.Row("torch", ("grid_sampler",), Rule.PROMOTE, "Because.")
-    assert differences.from_apex(sampler) == "under float"
-    assert "\\_" not in formats.write_text([], [], is_complete=False)

@@ -5,12 +5,12 @@ import math
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.json_files import write_json
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.result_files import write_files
 from ampatch.sweep.report.results import Results
-from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
 
 CASES = (

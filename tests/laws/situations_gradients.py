@@ -1,5 +1,6 @@
 """Situations: gradients that are zeroed, read, written, clipped and added by hand."""
 
+import math
 from functools import partial
 
 import torch
@@ -121,6 +122,18 @@ def gradients_kept_by_reference(amp):
         optimizer.step()
         for grads in kept:
             amp.record(*grads)
+
+
+@situation("O1 O2")
+def sparse_gradients_that_overflow_or_wait(amp):
+    make = partial(torch.optim.SparseAdam, lr=0.1)
+    model, optimizer = amp.start(nn.Embedding(10, 2, sparse=True), make, loss_scale="dynamic")
+    for number, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        for words in (x[:, :2].abs() * 3).long().clamp(max=9).unbind(1):
+            loss = mse(model(words), y) * (math.inf if number == 2 else 1.0)
+            amp.backward(loss, optimizer, {"delay_unscale": True})
+        optimizer.step()
 
 
 @situation(cases={"": 9})

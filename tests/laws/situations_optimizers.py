@@ -4,6 +4,7 @@ Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py
 """
 
 import contextlib
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -46,14 +47,14 @@ def hooks_around_steps(amp):
 # Closures
 
 
-def closure_of(amp, model, optimizer, x, y):
+def closure_of(amp, model, optimizer, x, y, block=None):
     """What the docs pass to `step`."""
 
     def closure():
         if not isinstance(optimizer, ZeroFirst):
             optimizer.zero_grad()
         loss = mse(model(x), y)
-        amp.backward(loss, optimizer)
+        amp.backward(loss, optimizer, block)
         return loss
 
     return closure
@@ -87,7 +88,7 @@ class Extragradient(torch.optim.SGD):
 
 
 LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
-STATIC = {"loss_scale": 128.0}
+STATIC, LATE = {"loss_scale": 128.0}, {"delay_unscale": True}
 
 
 @situation(
@@ -99,7 +100,9 @@ STATIC = {"loss_scale": 128.0}
         "lbfgs": (LBFGS, STATIC),
         "sgd": (SGD, STATIC),
         "sgd_under_the_levels_scale": (SGD, {}),
+        "sgd_and_late_unscaling": (SGD, {}, LATE),
         "an_optimizer_that_zeroes_first": (partial(ZeroFirst, lr=0.1), STATIC),
+        "one_that_zeroes_first_and_late_unscaling": (partial(ZeroFirst, lr=0.1), STATIC, LATE),
         "extragradient": (partial(Extragradient, lr=0.1), STATIC),
     },
 )
@@ -113,10 +116,11 @@ def closures(amp, case):
     """LBFGS looks at gradients that are unscaled already.  Under a dynamic scale it could not go
     back after an overflow, as under `torch.amp.GradScaler`.  A closure called before `ZeroFirst`
     asks would leave it with no gradients at all."""
-    make, settings = case
+    make, settings, *block = case
     model, optimizer = amp.start(mlp(), make, **settings)
     for x, y in batches(3):
-        loss = optimizer.step(closure_of(amp, model, optimizer, x, y))
+        with torch.no_grad():  # the optimizer evaluates it with gradients
+            loss = optimizer.step(closure=closure_of(amp, model, optimizer, x, y, *block))
         if loss is not None:
             amp.record(loss)
 
@@ -164,13 +168,22 @@ class Lookahead:
             p.copy_(slow.lerp_(p, 0.5))
 
 
-@situation("O1 O2")
-def an_optimizer_around_an_optimizer(amp):
-    trained(amp, make=Lookahead, count=5)
+class Borrowing(torch.optim.Optimizer):
+    """Its methods are those of an optimizer that it holds."""
+
+    def __init__(self, params):
+        inner = SGD(params)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+
+
+@situation("O1 O2", cases={"an_optimizer_around_another": Lookahead, "with_its_methods": Borrowing})
+def optimizers_of_other_kinds(amp, case):
+    trained(amp, make=case, count=5)
 
 
 ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
-LATE = {"delay_unscale": True}
 
 
 @situation(ALL_LEVELS)
@@ -208,18 +221,26 @@ def a_weight_of_two_optimizers(amp, case):
 
 @situation(ALL_LEVELS, cases={"model": 0, "optimizer": 1})
 def zero_grad_inside_the_block_by_the(amp, case):
-    """Before `backward`, where some put it: what was there is gone, not only set aside."""
+    """Before `backward`, where some put it, or behind: what was there, and what waits scaled, is
+    gone, not only set aside."""
     pair = amp.start(mlp(), **DYNAMIC)
     model, optimizer = pair
-    for x, y in batches(4):
-        loss = mse(model(x), y)
-        if amp.by_hand:
-            pair[case].zero_grad()
-        with amp.scaled(loss, optimizer) as scaled:
-            if not amp.by_hand:
+    for is_before, block in itertools.product((True, False), (LATE, {})):
+        for x, y in batches(2):
+            amp.backward(mse(model(-x), y), optimizer, block)
+            loss = mse(model(x), y)
+            if amp.by_hand and is_before:
                 pair[case].zero_grad()
-            scaled.backward()
-        optimizer.step()
+            with amp.scaled(loss, optimizer) as scaled:
+                if is_before and not amp.by_hand:
+                    pair[case].zero_grad(set_to_none=bool(block))
+                scaled.backward()
+                if not (is_before or amp.by_hand):
+                    pair[case].zero_grad(set_to_none=bool(block))
+            if amp.by_hand and not is_before:
+                pair[case].zero_grad()
+            amp.backward(mse(model(2 * x), y), optimizer)
+            optimizer.step()
 
 
 @situation("O1 O2")

@@ -102,12 +102,12 @@ from ampatch.launch.program import Program
 from ampatch.sweep import Trial
 from ampatch.sweep.execution import child
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.json_files import plain
+from ampatch.sweep.json_files import to_json
 from ampatch.sweep.trial import BASE
 
 runner = Runner(Program("late.py"), [], Path())
-order = {"runner": runner, "trial": Trial(BASE), "guard": None, "imports": False}
-assert child.run(json.loads(json.dumps(plain(order)))) == 0
+order = {"runner": runner, "trial": Trial(BASE), "guard": None, "list_imports": False}
+assert child.run(json.loads(json.dumps(to_json(order)))) == 0
 script = sys.modules["__main__"]
 assert script.late
 assert script.held[-1]() is None

@@ -16,7 +16,7 @@ from situations_lookups import READERS
 from test_situations import MODULES, ROWS, UNSCALED, check, everything
 
 pytestmark = pytest.mark.accelerator
-SPARSE = "with_a_hook_and_asked_for_alone"
+SPARSE, OVERFLOWING = "with_a_hook_and_asked_for_alone", "sparse_gradients_that_overflow_or_wait"
 
 NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
@@ -24,7 +24,7 @@ NOT_THERE = {
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
     **dict.fromkeys(("packed_lstm", "packed_gru"), "the fake accelerator has no fused cells"),
     **dict.fromkeys(
-        (f"sparse_embedding_gradients_{name}" for name in ("", SPARSE)),
+        (*(f"sparse_embedding_gradients_{name}" for name in ("", SPARSE)), OVERFLOWING),
         "the fake accelerator has no sparse tensors",
     ),
     "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",

@@ -10,7 +10,7 @@ KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
 
 ALLOWED = {
     "casting/autocast_interop.py": "torch's functions that name no device mean CUDA",
-    "sweep/execution/server.py": "a process that has started CUDA is not forked",
+    "sweep/execution/fork_server.py": "a process that has started CUDA is not forked",
     "sweep/options.py": "an example in the help of --devices",
     "native/loading.py": "which build of torch a native part was built for",
 }

@@ -1,9 +1,9 @@
 """`optimizer.step(closure)`: the optimizer calls the closure late, often, or never.
 
 Trainings at every level against a loop by hand, and exceptions in closures, are in
-`tests/laws/situations_optimizers.py`.  Here: torch's own optimizers evaluate it first and skip as
-without a closure; LBFGS and the user's own take it under a static scale, and are refused under a
-dynamic one before anything happens.
+`tests/laws/situations_optimizers.py`; that torch's own optimizers evaluate it first, once, in
+`test_every_optimizer.py`.  Here: these skip as without a closure; LBFGS and the user's own take it
+under a static scale, and are refused under a dynamic one.  And SAM, which steps in two halves.
 """
 
 import math
@@ -28,7 +28,6 @@ from small_training import (
     start,
     values,
 )
-from test_every_optimizer import classes
 from torch import nn
 
 import ampatch
@@ -54,34 +53,16 @@ class OfOptions(torch.optim.SGD):
 STATIC = {"loss_scale": 128.0}
 
 
+def fails():
+    raise AssertionError("the closure is called")
+
+
 def closure_of(model, optimizer, factor=1.0, batch=None, **options):
     def closure():
         optimizer.zero_grad()
         return backward(model, optimizer, batch or data(), factor, **options)
 
     return closure
-
-
-@pytest.mark.parametrize("how", ["position", "keyword"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_closure_runs_once_with_casts_and_gradients_on(level, how):
-    model, optimizer = start(level)
-    seen = []
-
-    def closure():
-        seen.append((dtype_of_a_call(model, level), torch.is_grad_enabled()))
-        return closure_of(model, optimizer)()
-
-    with torch.no_grad():
-        optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)
-    assert seen == [(torch.float16 if level == "O1" else torch.float32, True)]
-    assert close(grads(optimizer), float_grads(data()))
-
-
-def dtype_of_a_call(model, level):
-    """float16 where calls are cast, FP32 elsewhere."""
-    weight = next(model.parameters()) if level == "O1" else torch.ones(2, 4)
-    return F.linear(torch.ones(1, 4), weight).dtype
 
 
 def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_cast(half):
@@ -99,39 +80,6 @@ def test_a_closure_is_in_the_users_block_around_the_step_also_where_little_is_ca
         with pytest.raises(RuntimeError, match="dtype"):
             optimizer.step(closure)
     optimizer.step(closure)
-
-
-def test_torch_optimizers_evaluate_once():
-    kinds = set(classes().values()) - {torch.optim.LBFGS}
-    assert len(kinds) >= 12
-    for kind in kinds:
-        weight = nn.Parameter(torch.ones(2, 2))
-        optimizer = kind([weight], lr=0.1)
-        at = []
-
-        def closure(weight=weight, kind=kind, at=at):
-            at.append(weight.detach().clone())
-            weight.grad = torch.ones(2, 2)
-            weight.grad = weight.grad.to_sparse() if kind is torch.optim.SparseAdam else weight.grad
-            return weight.sum()
-
-        optimizer.step(closure)
-        assert len(at) == 1 and torch.equal(at[0], torch.ones(2, 2)), kind
-        ampatch.initialize([], optimizer, opt_level="O1", dtype=torch.float16, verbosity=0)
-        optimizer.step(closure)
-        ampatch.deactivate()
-        assert len(at) == 2, kind
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"), [(torch.optim.SGD, {}), (ZeroFirst, STATIC)], ids=["torch's", "own"]
-)
-def test_a_closure_that_delays_the_unscaling(kind, settings):
-    model, optimizer = start("O2", kind, **settings)
-    before = values(optimizer)
-    optimizer.step(closure_of(model, optimizer, delay_unscale=True))
-    expected = [-0.1 * grad for grad in float_grads(data())]
-    assert close(list(map(torch.sub, values(optimizer), before)), expected)
 
 
 @pytest.mark.parametrize(("level", "bad", "steps"), [("O1", math.nan, 0), ("O2", math.inf, 2)])
@@ -153,14 +101,25 @@ def test_an_overflow_is_one_skipped_step_and_leaves_no_trace(kind, level, bad, s
     assert not same(everything(model, optimizer), before)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, ZeroFirst])
-def test_others_are_refused_under_a_dynamic_scale(kind):
-    """Before the closure runs; gradients, weights and state stay, and so does the training."""
+@pytest.mark.parametrize(
+    "kind, args, kwargs",
+    [
+        (torch.optim.LBFGS, (fails,), {}),
+        (ZeroFirst, (), {"closure": fails}),
+        (OfOptions, ({},), {"check": fails}),
+        (OfOptions, ({"closure": fails},), {}),
+        (torch.optim.SGD, (fails,), {}),  # patched: what torch promises holds for its own `step`
+    ],
+)
+def test_others_are_refused_under_a_dynamic_scale(kind, args, kwargs, monkeypatch):
+    """Wherever the closure stands, and before it runs; gradients, weights and state stay."""
+    if kind is torch.optim.SGD:
+        monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure: closure())
     model, optimizer = start("O2", kind)
     closure_of(model, optimizer)()
     before, results = everything(model, optimizer), grads(optimizer)
     with pytest.raises(ampatch.AmpatchError) as refusal:
-        optimizer.step(lambda: 1 / 0)
+        optimizer.step(*args, **kwargs)
     message = str(refusal.value)
     assert message.startswith(f"{kind.__name__}.step(closure) under a dynamic loss scale: ")
     for part in ("Nothing was changed.", "dtype=torch.bfloat16", "loss_scale=128.0"):
@@ -168,20 +127,6 @@ def test_others_are_refused_under_a_dynamic_scale(kind):
     assert same(everything(model, optimizer), before)
     assert all(first is two for first, two in zip(results, grads(optimizer), strict=True))
     assert ampatch.step_counts(optimizer) == (0, 0, 0) and ampatch.loss_scale() == 1024.0
-    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0, **STATIC)
-    optimizer.step(closure_of(model, optimizer))
-    assert ampatch.step_counts(optimizer) == (1, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [((print,), {}), (({},), {"check": lambda: None}), (({"closure": lambda: None},), {})],
-    ids=["position", "keyword", "options"],
-)
-def test_a_closure_is_refused_wherever_it_stands(args, kwargs):
-    _, optimizer = start("O2", OfOptions)
-    with pytest.raises(ampatch.AmpatchError, match="dynamic loss scale"):
-        optimizer.step(*args, **kwargs)
 
 
 def test_gradients_from_before_the_step_count():
@@ -209,7 +154,7 @@ def test_closures_in_other_places():
     dtypes = []
 
     def check():
-        dtypes.append(dtype_of_a_call(model, "O1"))
+        dtypes.append(F.linear(torch.ones(1, 4), model[0].weight).dtype)
 
     def closure():
         check()
@@ -221,8 +166,6 @@ def test_closures_in_other_places():
 
 
 def test_a_step_inside_a_step():
-    """A wrapper and what it wraps are both managed."""
-
     class Around(torch.optim.SGD):
         def __init__(self, params):
             super().__init__(params)
@@ -262,9 +205,164 @@ def test_a_step_of_the_class_replaced_later_is_skipped_and_may_be_a_mock(monkeyp
     assert ampatch.step_counts(optimizer) == (3, 1, 0)
 
 
-def test_a_patched_class_may_move_before_it_asks(monkeypatch):
-    """What torch's own optimizers promise holds only for their own `step`."""
-    model, optimizer = start("O1")
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure: closure())
-    with pytest.raises(ampatch.AmpatchError, match="dynamic loss scale"):
-        optimizer.step(closure_of(model, optimizer))
+# Two steps: `first_step` perturbs the weights, `second_step` restores and steps
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2020 (arXiv 2010.01412), Algorithm 1, around an optimizer of torch's.
+
+    It climbs as often as `first_step` is called, and descends to where it began.
+    """
+
+    def __init__(self, params, base, rho, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def trained(self):
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [param for param in params if param.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.stack([param.grad.norm() for param in self.trained()]).norm()
+        for param in self.trained():
+            self.state[param].setdefault("begun", param.detach().clone())
+            param.add_(param.grad * (self.defaults["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for param in self.trained():
+            param.data = self.state[param].pop("begun")
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.first_step(zero_grad=True)
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+BASES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.02, "fused": True}),
+}
+
+
+def start_sam(kind="SGD", level="O2", **settings):
+    """A model and its optimizer; at level None without ampatch."""
+    model = seeded()
+    base, options = BASES[kind]
+    optimizer = SAM(model.parameters(), base, rho=0.5, **options)
+    if level is not None:
+        settings = {"init_scale": 256.0, "verbosity": 0, **settings}
+        ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.float16, **settings)
+    return model, optimizer
+
+
+def plain_halves(model, optimizer, step, second_zeroes=True):
+    for half in (optimizer.first_step, optimizer.second_step):
+        F.mse_loss(model(data(step)[0]), data(step)[1]).backward()
+        half(zero_grad=second_zeroes or half == optimizer.first_step)
+
+
+def by_halves(model, optimizer, step, first=1.0, second=1.0):
+    backward(model, optimizer, data(step), first)
+    optimizer.first_step(zero_grad=True)
+    backward(model, optimizer, data(step), second)
+    optimizer.second_step(zero_grad=True)
+
+
+def by_hand(kind, steps):
+    model, optimizer = start_sam(kind, None)
+    for step in steps:
+        plain_halves(model, optimizer, step)
+    return list(model.parameters())
+
+
+# Halves of SGD at every level are a situation of tests/laws
+
+
+def test_trains_by_a_closure_as_in_float():
+    """After a plain `backward` through `scale_loss` before the step, as SAM's users write."""
+    model, optimizer = start_sam(loss_scale=128.0)
+    for batch in map(data, range(6)):
+        backward(model, optimizer, batch)
+        optimizer.step(lambda batch=batch: backward(model, optimizer, batch))
+        optimizer.zero_grad()
+    assert ampatch.step_counts(optimizer) == (6, 0, 0)
+    assert close(values(optimizer), by_hand("SGD", range(6)))
+
+
+@pytest.mark.parametrize("where", ["first", "second", "both"])
+@pytest.mark.parametrize("kind, bad", [("SGD", math.inf), ("AdamW fused", math.nan)])
+def test_an_overflow_in_either_half_leaves_the_step_out(kind, where, bad):
+    """Weights and the base optimizer's state are as before it, to the bit; training goes on."""
+    model, optimizer = start_sam(kind)
+    for step in range(3):
+        by_halves(model, optimizer, step)
+    weights = values(optimizer)
+    state = [value.clone() for s in optimizer.base.state.values() for value in s.values()]
+    factors = {half: bad for half in ("first", "second") if where in (half, "both")}
+    by_halves(model, optimizer, 99, **factors)
+    assert ampatch.step_was_skipped(optimizer)
+    assert same(weights, values(optimizer))
+    assert same(state, [value for s in optimizer.base.state.values() for value in s.values()])
+    assert ampatch.loss_scale() == (64.0 if where == "both" else 128.0)
+    assert all(param.grad is None for param in model.parameters())
+    for step in range(3, 6):
+        by_halves(model, optimizer, step)
+        assert not ampatch.step_was_skipped(optimizer)
+    assert ampatch.step_counts(optimizer) == (6, 1, 0)
+    assert close(values(optimizer), by_hand(kind, range(6)))
+    ampatch.deactivate()
+    assert not {"step", "first_step", "second_step"} & vars(optimizer).keys()
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_an_overflow_in_any_of_several_climbs_leaves_the_step_out(where):
+    """The weights are those from before the first climb.  The last number: the second half."""
+    model, optimizer = start_sam()
+    weights = values(optimizer)
+    for climb in range(3):
+        backward(model, optimizer, data(climb), math.inf if climb == where else 1.0)
+        optimizer.first_step(zero_grad=True)
+    backward(model, optimizer, data(3), math.inf if where == 3 else 1.0)
+    optimizer.second_step(zero_grad=True)
+    assert ampatch.step_counts(optimizer) == (0, 1, 1)
+    assert same(weights, values(optimizer))
+
+
+def test_gradients_that_were_not_zeroed_are_checked_in_both_halves():
+    """inf of the first half is still there in the second, and in the next step's first."""
+    model, optimizer = start_sam(level="O1")
+    before = values(optimizer)
+    backward(model, optimizer, data(), math.inf)
+    for _ in range(2):
+        optimizer.first_step()
+        optimizer.second_step()
+    assert ampatch.step_counts(optimizer) == (0, 2, 2)
+    assert same(before, values(optimizer))
+
+
+@pytest.mark.parametrize("half_step", ["first_step", "second_step"])
+def test_a_half_inside_the_block_is_refused(half_step):
+    model, optimizer = start_sam(level="O1")
+    with pytest.raises(ampatch.AmpatchError, match="inside the ampatch.scale_loss block"):
+        with ampatch.scale_loss(model(data()[0]).sum(), optimizer) as scaled:
+            scaled.backward()
+            getattr(optimizer, half_step)()
+
+
+def test_half_steps_without_scale_loss_are_told(caplog):
+    model, optimizer = start_sam(level="O1", verbosity=1)
+    by_halves(model, optimizer, 0)
+    assert "without an ampatch.scale_loss block" not in caplog.text
+    for _ in range(2):
+        plain_halves(model, optimizer, 1, second_zeroes=False)
+    assert caplog.text.count("SAM.step() without an ampatch.scale_loss block") == 1

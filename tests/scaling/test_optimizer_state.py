@@ -30,12 +30,10 @@ class WithNumbers(torch.optim.SGD):
 class Wrapper:
     """As little as scripts expect of an optimizer; `state` is what it does not show."""
 
+    param_groups = property(lambda self: self.inner.param_groups)
+
     def __init__(self, optimizer):
         self.inner = optimizer
-
-    @property
-    def param_groups(self):
-        return self.inner.param_groups
 
     def step(self):
         self.inner.step()

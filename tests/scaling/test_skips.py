@@ -46,24 +46,43 @@ def test_many_nan_steps_and_then_it_trains(kind, floor, lowest):
     assert all(type(number) is int for number in counts)
 
 
+def by_hand(change):
+    """`change(param)` for each parameter, which we do not see."""
+    return lambda model, optimizer: [change(p) for p in ampatch.master_params(optimizer)]
+
+
+ACTS = {
+    "g": lambda model, optimizer: backward(model, optimizer, data()),
+    "i": lambda model, optimizer: backward(model, optimizer, data(), math.inf),
+    "n": lambda model, optimizer: backward(model, optimizer, data(), math.nan),
+    "p": lambda model, optimizer: model(torch.ones(1, 4)).sum().backward(),  # it is not checked
+    "z": lambda model, optimizer: optimizer.zero_grad(),
+    "h": by_hand(lambda param: param.grad.zero_()),
+    "d": by_hand(lambda param: setattr(param, "grad", None)),
+    "s": lambda model, optimizer: optimizer.step(),
+}
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_second_step_on_infinite_gradients_is_skipped_too(kind):
-    """They were not zeroed; another block may add to them."""
+@pytest.mark.parametrize(
+    "acts, skips",
+    [
+        ("gs z is s gs s h gs", [False, True, True, True, True, False]),  # infs stay until zeroed
+        ("ps z is z ps z ps", [False, True, False, False]),  # the device counts on from the second
+        ("gs z i d s gs", [False, False, False]),  # the overflow goes with its gradients
+    ],
+)
+def test_which_steps_are_skipped(kind, acts, skips):
     model, optimizer = begin(kind)
-    train(model, optimizer)
-    before = everything(model, optimizer)
-    train(model, optimizer, factor=math.inf)
-    for adds in (False, True, False):
-        if adds:
-            backward(model, optimizer, data())
-        optimizer.step()
-        assert ampatch.step_was_skipped(optimizer)
-    assert same(everything(model, optimizer), before)
-    for parameter in ampatch.master_params(optimizer):
-        parameter.grad.zero_()  # by hand, where we do not see it
-    backward(model, optimizer, data())
-    optimizer.step()
-    assert not ampatch.step_was_skipped(optimizer)
+    skipped = []
+    for act in acts.replace(" ", ""):
+        before = everything(model, optimizer)
+        ACTS[act](model, optimizer)
+        if act == "s":
+            skipped.append(ampatch.step_was_skipped(optimizer))
+            assert same(everything(model, optimizer), before) or not skipped[-1]
+    assert skipped == skips
+    assert ampatch.step_counts(optimizer) == (skips.count(False), skips.count(True), 0)
     assert all(tensor.isfinite().all() for tensor in everything(model, optimizer))
 
 
@@ -153,19 +172,6 @@ def test_many_offenders_are_counted_and_those_of_no_model_named_by_their_place(c
     )
 
 
-def test_counts_go_on_when_a_fused_optimizer_begins_or_stops_looking():
-    """Gradients of a plain backward are not checked; the host decides and says so."""
-    model, optimizer = begin("Adam fused", "O1")
-    for is_plain in (True, False, True, True):
-        if not is_plain:
-            train(model, optimizer, factor=math.inf)
-            continue
-        optimizer.zero_grad()
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    assert ampatch.step_counts(optimizer) == (3, 1, 0)
-
-
 # Gradients of an earlier overflow that a script has not zeroed
 
 LEFT_OVER = "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad()"
@@ -173,9 +179,7 @@ LEFT_OVER = "gradients of an earlier overflow are still in p.grad; call optimize
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_step_that_an_earlier_overflow_alone_keeps_back_says_so(
-    kind, level, scale_lives_on, caplog
-):
+def test_a_step_that_an_earlier_overflow_keeps_back_says_so(kind, level, scale_lives_on, caplog):
     caplog.set_level("INFO", "ampatch")
     model, optimizer = begin(kind, level, max_consecutive_skips=8, verbosity=1)
     caplog.clear()
@@ -195,38 +199,16 @@ def test_a_step_that_an_earlier_overflow_alone_keeps_back_says_so(
     assert "0.weight" in error.getMessage() and "NaN in the data" not in error.getMessage()
 
 
-def test_a_step_without_a_block_between_says_so_too(caplog):
-    caplog.set_level("INFO", "ampatch")
-    model, optimizer = begin("Adam", verbosity=1)
-    train(model, optimizer, factor=math.inf)
-    caplog.clear()
-    optimizer.step()
-    assert LEFT_OVER in caplog.text
-
-
-def test_what_overflows_anew_or_in_one_step_is_said_as_ever(caplog):
-    """New gradients with an inf, a step later or in the next micro-batch, and a healthy start."""
+@pytest.mark.parametrize(
+    "acts, count", [("iss", 1), ("isisis z igs z nsz nsz nsz nsz", 0), ("ish ish ish", 0)]
+)
+def test_only_what_no_new_gradients_have_is_left_over(acts, count, caplog):
+    """Each inf of gradients that are not zeroed, or of one of two micro-batches, is a new one."""
     caplog.set_level("INFO", "ampatch")
     model, optimizer = begin("Adam", verbosity=1, max_consecutive_skips=6)
-    for _ in range(3):  # never zeroed, and each is an overflow
-        backward(model, optimizer, data(), factor=math.inf)
-        optimizer.step()
-    optimizer.zero_grad()
-    for factor in (math.inf, 1.0):  # two micro-batches of one step
-        backward(model, optimizer, data(), factor=factor)
-    optimizer.step()
-    for _ in range(4):
-        train(model, optimizer, factor=math.nan)
-    assert ampatch.step_counts(optimizer) == (0, 8, 8)
-    assert LEFT_OVER not in caplog.text and "NaN in the data" in caplog.text
-
-
-def test_what_was_zeroed_by_hand_is_not_left_over(caplog):
-    caplog.set_level("INFO", "ampatch")
-    model, optimizer = begin("Adam", verbosity=1)
-    for _ in range(3):
-        backward(model, optimizer, data(), factor=math.inf)
-        optimizer.step()
-        for param in model.parameters():
-            param.grad.zero_()
-    assert ampatch.step_counts(optimizer) == (0, 3, 3) and LEFT_OVER not in caplog.text
+    for act in acts.replace(" ", ""):
+        ACTS[act](model, optimizer)
+    assert caplog.text.count(LEFT_OVER) == count
+    assert ("NaN in the data" in caplog.text) == ("n" in acts)
+    steps = acts.count("s")
+    assert ampatch.step_counts(optimizer) == (0, steps, steps)

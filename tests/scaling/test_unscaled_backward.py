@@ -1,23 +1,24 @@
-"""A block whose backward pass is not that of the scaled loss is refused; all right uses are silent.
+"""A block has one scale, and its backward passes are those of the scaled loss: others are refused.
 
-The slip is `with scale_loss(loss, optimizer) as scaled_loss: loss.backward()`.
+The common slip is `with scale_loss(loss, optimizer) as scaled_loss: loss.backward()`.  All right
+uses are silent.
 """
 
 import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_training import close, data, float_grads, grads, pass_back, seeded, start
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
 from ampatch.compat.apex import amp
-
-SCALE = {"loss_scale": 1024.0, "unskipped": 0}
 
 
 class Adam(torch.optim.Adam):
@@ -36,51 +37,65 @@ def loss_of(model, batch=None):
 # Wrong uses
 
 
-def twice(scaled, loss, params):
+def twice(scaled, loss, model):
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def by_hand(scaled, loss, params):
+def by_hand(scaled, loss, model):
+    params = list(model.parameters())
     for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
         param.grad = grad
 
 
+def another(model):
+    return loss_of(model, data(3))
+
+
+def after(use):
+    """`use` of another loss, and of some weights, behind the right backward pass."""
+    return lambda scaled, loss, model: (scaled.backward(), use(another(model), [model[0].weight]))
+
+
+SLIP, BESIDE = r"(?s)<Adam>.*scaled_loss\.backward\(\)", "Add another loss to this one first"
 WRONG = {
-    "backward": lambda scaled, loss, params: loss.backward(),
-    "twice": twice,
-    "by hand": by_hand,
-    "of a copy": lambda scaled, loss, params: (loss * 2).backward(),
-    "of some": lambda scaled, loss, params: loss.backward(inputs=params[:1]),
+    "backward": (SLIP, lambda scaled, loss, model: loss.backward()),
+    "twice": (SLIP, twice),
+    "by hand": (SLIP, by_hand),
+    "of a copy": (SLIP, lambda scaled, loss, model: (loss * 2).backward()),
+    "of some": (SLIP, lambda scaled, loss, model: loss.backward(inputs=[model[0].weight])),
+    "after": (BESIDE, after(lambda aux, some: aux.backward())),
+    "before": (BESIDE, lambda scaled, loss, model: (another(model).backward(), scaled.backward())),
+    "of some after": (BESIDE, after(lambda aux, some: aux.backward(inputs=some))),
+    "by torch.autograd": (BESIDE, after(lambda aux, some: torch.autograd.backward([aux]))),
 }
 
 
 @pytest.mark.parametrize("use", WRONG)
-def test_a_backward_pass_of_the_plain_loss_is_refused(use):
-    model, optimizer = start("O1", kind=Adam, options={"lr": 1.0})
-    loss = loss_of(model)
-    with (
-        pytest.raises(ampatch.AmpatchError, match=r"(?s)<Adam>.*scaled_loss\.backward\(\)"),
-        ampatch.scale_loss(loss, optimizer) as scaled,
-    ):
-        WRONG[use](scaled, loss, list(model.parameters()))
-    assert grads(optimizer) == [None] * 4
-    assert ampatch.state_dict()["loss_scaler0"] == SCALE
-
-
-def test_it_is_refused_at_each_level_with_a_scale(opt_level, scale_lives_on):
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_backward_pass_of_another_loss_is_refused(use, earlier, opt_level, scale_lives_on):
     """Earlier gradients, the count of clean steps and the scale are as before."""
-    model, optimizer = start(opt_level, loss_scale="dynamic")
-    pass_back(loss_of(model, data(1)), optimizer)
-    before, kept = ampatch.state_dict(), copy.deepcopy(grads(optimizer))
-    held = grads(optimizer)
-    loss = loss_of(model)
-    with pytest.raises(ampatch.AmpatchError), ampatch.scale_loss(loss, optimizer):
-        loss.backward()
-    assert all(map(torch.equal, grads(optimizer), kept)) and ampatch.state_dict() == before
+    words, act = WRONG[use]
+    model, optimizer = start(opt_level, kind=Adam, options={"lr": 1.0}, loss_scale="dynamic")
+    for number in range(earlier):
+        pass_back(loss_of(model, data(number)), optimizer)
+    before, held = ampatch.state_dict(), grads(optimizer)
+    kept, loss = copy.deepcopy(held), loss_of(model)
+    with pytest.raises(ampatch.AmpatchError, match=words):
+        with ampatch.scale_loss(loss, optimizer) as scaled:
+            act(scaled, loss, model)
     assert all(ours is other for ours, other in zip(grads(optimizer), held, strict=True))
+    assert held == [None] * 4 or all(map(torch.equal, held, kept))
+    assert ampatch.state_dict() == before
     pass_back(loss_of(model, data(2)), optimizer)
-    assert close(grads(optimizer), float_grads(data(1), data(2)))
+    assert close(grads(optimizer), float_grads(*[data(0)] * earlier, data(2)))
+
+
+def slip(model, optimizer, scale_loss=ampatch.scale_loss, **options):
+    loss = loss_of(model)
+    with pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"):
+        with scale_loss(loss, optimizer, **options):
+            loss.backward()
 
 
 def test_delayed_blocks_are_looked_at_too(caplog):
@@ -89,12 +104,7 @@ def test_delayed_blocks_are_looked_at_too(caplog):
         model, optimizer = start("O1", verbosity=1)
         if waits:
             pass_back(loss_of(model), optimizer, delay_unscale=True)
-        loss = loss_of(model)
-        with (
-            pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"),
-            ampatch.scale_loss(loss, optimizer, delay_unscale=not waits),
-        ):
-            loss.backward()
+        slip(model, optimizer, delay_unscale=not waits)
         assert ("These additions stay" in caplog.text) == waits
         ampatch.deactivate()
 
@@ -123,57 +133,35 @@ def test_it_is_refused_in_the_apex_package_and_by_a_handle():
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    loss = loss_of(model)
-    with pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"):
-        with amp.scale_loss(loss, optimizer):
-            loss.backward()
+    slip(model, optimizer, amp.scale_loss)
     ampatch.deactivate()
-
     handle = ampatch.init()
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = loss_of(model)
-    with pytest.raises(ampatch.AmpatchError, match=r"scaled_loss\.backward"):
-        with optimizer.scale_loss(loss):
-            loss.backward()
+    slip(model, optimizer, lambda loss, optimizer: optimizer.scale_loss(loss))
 
 
 def under_ddp(rank):
-    """Two right micro-batches, and a wrong one that adds to gradients in place."""
-    model, optimizer = start("O1", kind=Adam)
+    """Two right micro-batches, and a wrong one that adds to gradients in place, or to none."""
+    model, optimizer = start("O1")
     parallel = DistributedDataParallel(model)
     for number in (0, 1):
         pass_back(loss_of(parallel, data(number)), optimizer)
-    loss, errors = loss_of(parallel), []
-    for _ in range(2):  # beside earlier gradients, and beside none
-        try:
-            with ampatch.scale_loss(loss, optimizer):
-                loss.backward(retain_graph=True)
-        except ampatch.AmpatchError as error:
-            errors.append(str(error))
+    for _ in range(2):
+        slip(parallel, optimizer)
         optimizer.zero_grad()
-    ampatch.deactivate()
-    return errors
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without it")
 def test_each_rank_of_ddp_refuses_it_alone(ranks):
-    for errors in ranks(under_ddp):
-        assert len(errors) == 2 and all("scaled_loss.backward()" in error for error in errors)
+    ranks(under_ddp)
 
 
 def test_observers_hear_of_no_unscaled_gradients():
     heard = []
-
-    class Observer:
-        def on_unscaled(self, loss_id):
-            heard.append(loss_id)
-
     model, optimizer = start("O1")
-    stop = ampatch.observe(Observer())
+    stop = ampatch.observe(SimpleNamespace(on_unscaled=heard.append))
     try:
-        loss = loss_of(model)
-        with pytest.raises(ampatch.AmpatchError), ampatch.scale_loss(loss, optimizer):
-            loss.backward()
+        slip(model, optimizer)
     finally:
         stop()
     assert heard == []
@@ -207,11 +195,6 @@ def test_a_block_without_one_beside_gradients_that_wait_scaled(caplog):
 # Right uses
 
 
-def retained(scaled, loss, model):
-    scaled.div(2).backward(retain_graph=True)
-    scaled.div(2).backward()
-
-
 def in_place(scaled, loss, model):
     scaled *= 0.5
     scaled += scaled.clone()
@@ -223,10 +206,6 @@ def hooked(scaled, loss, model):
     scaled.retain_grad()
     scaled.backward()
     assert scaled.grad == 1
-
-
-def set_by_hand(scaled, loss, model):
-    by_hand(None, scaled, list(model.parameters()))
 
 
 def by_a_graph_of_gradients(scaled, loss, model):
@@ -258,10 +237,11 @@ RIGHT = {
     "in a sum": lambda scaled, loss, model: (scaled + 0.0 * model[0].weight.sum()).backward(),
     "through the function": lambda scaled, loss, model: torch.autograd.backward([scaled]),
     "inputs": lambda scaled, loss, model: scaled.backward(inputs=list(model.parameters())),
-    **{
-        use.__name__: use
-        for use in (retained, in_place, hooked, set_by_hand, zeroed_first, pickled)
-    },
+    "in parts": lambda scaled, loss, model: [
+        scaled.div(2).backward(retain_graph=True) for _ in range(2)
+    ],
+    "set by hand": lambda scaled, loss, model: by_hand(None, scaled, model),
+    **{use.__name__: use for use in (in_place, hooked, zeroed_first, pickled)},
     "a graph of gradients": by_a_graph_of_gradients,
     "the gradient of the scaled loss": by_the_gradient_of_the_scaled_loss,
 }
@@ -312,7 +292,7 @@ def test_the_exception_of_the_block_wins():
     model, optimizer = start("O1")
     loss = loss_of(model)
     with pytest.raises(KeyError), ampatch.scale_loss(loss, optimizer) as scaled:
-        by_hand(scaled, loss, list(model.parameters()))
+        by_hand(scaled, loss, model)
         raise KeyError
 
 
@@ -334,7 +314,7 @@ def test_a_dynamic_scale_that_has_come_to_1_refuses_nothing(use):
     model, optimizer = start("O1", init_scale=1.0)
     loss = loss_of(model)
     with ampatch.scale_loss(loss, optimizer) as scaled:
-        WRONG[use](scaled, loss, list(model.parameters()))
+        WRONG[use][1](scaled, loss, model)
     assert close(grads(optimizer), float_grads(data()))
 
 
@@ -401,3 +381,103 @@ def test_the_loss_scale_is_1_where_ampatch_is_disabled():
     assert ampatch.loss_scale() == 1.0
     with pytest.raises(ValueError, match="loss_id=1"):
         ampatch.loss_scale(1)
+
+
+# Two blocks at a time
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def pair(**settings):
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    settings = {"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **settings}
+    ampatch.initialize(models, optimizers, dtype=torch.float16, num_losses=2, **settings)
+    return models, optimizers
+
+
+def joint_loss(models) -> torch.Tensor:
+    return models[1](torch.tanh(models[0](X))).pow(2).mean()
+
+
+def expected(models) -> list:
+    plain = copy.deepcopy(models)
+    joint_loss(plain).backward()
+    return [weight.grad for model in plain for weight in model.parameters()]
+
+
+def lower_second_scale(models, optimizers):
+    pass_back(models[1](X).sum() * torch.inf, optimizers[1], loss_id=1)
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_of_one_scale_share_a_pass(which, scale_lives_on):
+    models, optimizers = pair()
+    wanted = expected(models)
+    for _ in range(2):
+        loss = joint_loss(models)
+        with ampatch.scale_loss(loss, optimizers[0]) as first:
+            with ampatch.scale_loss(loss, optimizers[1]) as second:
+                (first, second)[which].backward()
+        assert close([*grads(optimizers[0]), *grads(optimizers[1])], wanted)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("passes", [[0], [1], [0, 1]])
+def test_blocks_of_different_scales_do_not(passes):
+    models, optimizers = pair()
+    lower_second_scale(models, optimizers)
+    loss = joint_loss(models)
+    with pytest.raises(ampatch.AmpatchError, match=r"(?s)65536.*32768|32768.*65536") as raised:
+        with ampatch.scale_loss(loss, optimizers[0]) as first:
+            with ampatch.scale_loss(loss, optimizers[1], loss_id=1) as second:
+                for number in passes:
+                    (first, second)[number].backward(retain_graph=True)
+    assert "scale_loss(loss, [first, second])" in str(raised.value)
+    assert grads(optimizers[0]) == grads(optimizers[1]) == [None, None]
+
+
+def test_blocks_of_different_scales_with_weights_of_their_own_have_a_pass_each():
+    models, optimizers = pair()
+    lower_second_scale(models, optimizers)
+    losses = [model(X).pow(2).mean() for model in models]
+    wanted = [
+        torch.autograd.grad(losses[i], models[i].parameters(), retain_graph=True) for i in (0, 1)
+    ]
+    with ampatch.scale_loss(losses[0], optimizers[0]) as first:
+        with ampatch.scale_loss(losses[1], optimizers[1], loss_id=1) as second:
+            first.backward()
+            second.backward()
+    assert close(grads(optimizers[0]), wanted[0]) and close(grads(optimizers[1]), wanted[1])
+
+
+def test_passes_that_bring_the_block_nothing_are_silent():
+    models, (optimizer, _) = pair()
+    loss = models[0](X).pow(2).mean()
+    wanted = torch.autograd.grad(loss, models[0].parameters(), retain_graph=True)
+    x, free = X.clone().requires_grad_(), nn.Linear(4, 1)
+    with ampatch.scale_loss(loss, optimizer) as scaled:
+        free(X).sum().backward()
+        models[0](x).sum().backward(inputs=x)
+        (scaled / 2).backward(retain_graph=True)
+        torch.autograd.backward([scaled / 4, scaled / 4])
+        torch.autograd.grad(models[0](X).sum(), models[0].weight)
+    assert close(grads(optimizer), wanted) and free.weight.grad is not None
+
+
+@pytest.mark.parametrize("change", [lambda loss: loss, lambda loss: loss / 2 + 1])
+def test_a_scaled_loss_is_not_scaled_again(change):
+    models, optimizers = pair()
+    loss = joint_loss(models)
+    with pytest.raises(ampatch.AmpatchError, match="scaled twice") as raised:
+        with ampatch.scale_loss(loss, optimizers[0]) as first:
+            pass_back(change(first), optimizers[1])
+    assert "scale_loss(loss, [first, second])" in str(raised.value)
+    assert grads(optimizers[0]) == grads(optimizers[1]) == [None, None]
+    wanted = expected(models)
+    pass_back(joint_loss(models), optimizers)
+    assert close([*grads(optimizers[0]), *grads(optimizers[1])], wanted)

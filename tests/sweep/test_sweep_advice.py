@@ -12,12 +12,12 @@ from sweep_made import stand_in, trained
 from ampatch.cli import main
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import read_results
-from ampatch.sweep.execution import planning
+from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.json_files import plain
+from ampatch.sweep.json_files import to_json
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
 from ampatch.sweep.measure.output_metrics import metric_hint, read_metrics
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.trial import BASE
 
 SCATTER = (0.0, 0.013, -0.009, 0.004, -0.004)
@@ -105,7 +105,7 @@ def test_each_advice_does_what_it_says(kind, words, machine, capsys):
             assert {row.seeds for row in results.rows} == {int(value)}
         else:
             assert flag == "--budget" and results.settings["seeds"] == 5
-            has_all = any(f"--budget {value} has all" in note for note in before.notes)
+            has_all = any(f"--budget {value} runs all" in note for note in before.notes)
             assert min(row.seeds for row in results.rows) >= (5 if has_all else 3)
         assert before.options.keys() - {"budget"} <= results.options.keys()
     assert followed, results.recommendation
@@ -223,7 +223,7 @@ def test_the_summary_is_all_of_the_output_with_json(machine, capsys):
     words = ["--levels", "O0,O1", "--seeds", "2", "--metric", r"acc=acc (\S+)"]
     results = sweep("--json", *words)
     said = capsys.readouterr()
-    assert json.loads(said.out) == plain(results.to_json())
+    assert json.loads(said.out) == to_json(results.to_json())
     assert "[1/" in said.err and "Recommendation: " in said.err and "Written to " in said.err
     sweep("--quiet", "--json", "--resume")
     said = capsys.readouterr()

@@ -7,11 +7,11 @@ from sweep_made import stand_in, trained
 from sweep_runs import planned
 
 from ampatch.diagnose.speed import HalfSpeeds
-from ampatch.sweep.execution import planning
+from ampatch.sweep.execution import plan as planning
 from ampatch.sweep.execution.budget import MIN_TIMED_STEPS
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, Kind
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -75,10 +75,10 @@ def whole(runs):
         (FAST, 50, 2.5, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3, 2 more seeds."),
         (FAST, 50, 2.1, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3, a second timing of O0"),
         (FAST, 50, 2, {"O0": 3, "O1": 3, "O2": 3, "autocast": 3}, "O3, 2 more seeds."),
-        (FAST, 50, 1.5, {"O0": 1, "O1": 1, "O2": 1, "autocast": 1}, "takes 3:"),
-        (FAST, 50, 1.25, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3:"),
+        (FAST, 50, 1.5, {"O0": 1, "O1": 1, "O2": 1, "autocast": 1}, "takes 3 seeds:"),
+        (FAST, 50, 1.25, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3 seeds:"),
         # The README's command where half is slow: that it is slow is an answer.
-        (SLOW, 2600, 4, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3:"),
+        (SLOW, 2600, 4, {"O0": 1, "O1": 0, "O2": 0, "autocast": 0}, "takes 3 seeds:"),
         (SLOW, 2600, 60, {"O0": 3, "O1": 3, "O2": 3, "O3": 3, "autocast": 3}, "2 more seeds"),
         # A tiny model, whose half is not slow at all: what has run says so of O3, too.
         (SLOW, 87, 6, {"O0": 4, "O1": 4, "O2": 4, "O3": 4, "autocast": 4}, "1 more seed."),
@@ -162,7 +162,7 @@ def test_whole_runs_that_cost_hardly_more_are_run_in_any_budget(monkeypatch):
     machine = Machine(monkeypatch, FAST, 1, steps=8)  # nearly all is the start of processes
     plan = machine.plan(budget=0.1)
     assert set(whole(machine.sweep(plan)).values()) == {2}
-    assert "takes longer than its budget" in plan.size_note()
+    assert "is more than the budget" in plan.size_note()
 
 
 @pytest.mark.parametrize("ms", [20, 500, 20000])
@@ -174,7 +174,7 @@ def test_a_wrong_guess_costs_one_run_and_a_larger_budget_never_runs_less(half, m
         plan = machine.plan(budget=minutes)
         runs = machine.sweep(plan)
         said, of_one = plan.size_note(), START + STEPS * ms / 1000
-        assert seconds(runs) <= 60 * minutes + of_one or "takes longer than its budget" in said
+        assert seconds(runs) <= 60 * minutes + of_one or "is more than the budget" in said
         assert {"O0", "O1", "O2", "autocast"} <= whole(runs).keys()
         assert sum(whole(runs).values()) >= before
         before = sum(whole(runs).values())
@@ -200,7 +200,9 @@ def clock(text):
 def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch):
     machine = Machine(monkeypatch, SLOW, 2600)
     plan = machine.plan(budget=4)
-    assert plan.half_speed_note() == "Speed of half here, FP32 is 1: bfloat16 0.07x to 0.10x."
+    assert plan.half_speed_note() == (
+        "Speed of the half dtypes on this machine, relative to FP32: bfloat16 0.07x to 0.10x."
+    )
     first = machine.sweep(plan, most=1)
     assert plan.chosen.seeds == 0  # by the measured speed of half: no row has run in it
     runs = machine.sweep(plan, first)
@@ -210,13 +212,13 @@ def test_the_words_name_what_was_left_out_and_the_budget_that_has_it(monkeypatch
     resumed = machine.plan(earlier_of(plan, runs), budget=more, resume=True)
     all_runs = machine.sweep(resumed, runs)
     assert set(whole(all_runs).values()) == {3} and seconds(all_runs) <= 60 * more
-    assert "takes 3:" not in resumed.omission_note()
+    assert "takes 3 seeds:" not in resumed.omission_note()
 
 
 def earlier_of(plan, runs):
     """The results of a sweep so far, as its directory has them."""
     settings = {**plan.settings(), "kind": dataclasses.asdict(plan.kind)}
-    done, to_resume = len(runs), plan.to_resume()
+    done, to_resume = len(runs), plan.resume_record()
     return Results("train.py", [], "", len(plan.trials), settings, {}, done=done, plan=to_resume)
 
 
@@ -249,7 +251,7 @@ def test_what_is_planned_by_default(options, expected, monkeypatch):
     assert {trial.seed for trial in plan.trials} == set(range(expected))
     has_budget = not options or "budget" in options
     assert "budget" not in plan.size_note()  # nothing is known yet
-    assert (plan.to_resume()["budget"] is not None) is has_budget
+    assert (plan.resume_record()["budget"] is not None) is has_budget
     if not has_budget:  # an hour's seeds, if they are asked for
         machine.ms = 10000
         assert len({run.trial.seed for run in machine.sweep(plan)}) == expected

@@ -7,12 +7,12 @@ import json
 import pytest
 from sweep_made import made_sweep, trained
 
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.directions import direction
-from ampatch.sweep.report.margin import at_worst
-from ampatch.sweep.report.recommendation import open_question, recommendation
-from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.margin import worst_difference
+from ampatch.sweep.report.recommendation import missing_evidence, recommendation
+from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import notes, table
 from ampatch.sweep.report.terminal import write_results
 from ampatch.sweep.trial import BASE, Case, Trial
@@ -54,22 +54,16 @@ DOWN = [-shift for shift in UP]
 
 def runs_of(name, shifts, first=()):
     """O0, and an O1 that is twice as fast and whose metric `name` is off by these shifts."""
-    base, ours = BASE_VALUES[: len(shifts)], Case("O1", "bfloat16")
-    again = {"short": True, "again": True}
-    rows = [
-        (Trial(BASE, seed, **more), value, 1.0)
-        for more in ({}, again)
-        for seed, value in enumerate(base)
-    ]
-    rows += [
-        (Trial(ours, seed), value + shift, 0.5)
-        for seed, (value, shift) in enumerate(zip(base, shifts))
-    ]
     runs = []
-    for trial, value, ms in rows:
-        run = trained(trial, [1.0] + [0.2 + trial.seed / 100] * 39, ms=ms)
-        run.measured.metrics.update({**dict(first), name: Series([40], [value])})
-        runs.append(run)
+    for seed, (base, shift) in enumerate(zip(BASE_VALUES, shifts)):
+        for trial, value, ms in (
+            (Trial(BASE, seed), base, 1.0),
+            (Trial(BASE, seed, short=True, again=True), base, 1.0),
+            (Trial(Case("O1", "bfloat16"), seed), base + shift, 0.5),
+        ):
+            run = trained(trial, [1.0] + [0.2 + seed / 100] * 39, ms=ms)
+            run.measured.metrics.update({**dict(first), name: Series([40], [value])})
+            runs.append(run)
     return runs
 
 
@@ -78,52 +72,43 @@ def advice(name, shifts, **options):
 
 
 TWICE = "2.00 times as fast as O0 (2.00 to 2.00)"
-NOT_AS_ACCURATE = "Stay with O0: no row that may be faster is as accurate."
+WORSE = "Stay with O0: no row that may be faster is as accurate."
+USE = "Use O1 in bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("name", "shifts", "said"),
+    ("name", "shifts", "better", "said"),
     [
-        *(
-            (name, UP, NOT_AS_ACCURATE)
-            for name in ("logloss", "valLoss", "testErr", "smape", "ece")
-        ),
-        *((name, DOWN, "Use O1 in bfloat16") for name in ("logloss", "testErr", "ece")),
-        ("spam", [float("nan")] * 3, "Stay with O0"),  # whichever way is better
-        ("spam", [0.0] * 3, f"Use O1 in bfloat16: {TWICE}; spam the same with each of 3 seeds."),
+        *((n, UP, None, WORSE) for n in ("logloss", "valLoss", "testErr", "smape", "ece")),
+        *((name, DOWN, None, USE) for name in ("logloss", "testErr", "ece")),
+        ("spam", [float("nan")] * 3, None, "Stay with O0"),  # whichever way is better
+        ("spam", [0.0] * 3, None, f"{USE}: {TWICE}; spam the same with each of 3 seeds."),
+        *(("spam", *row) for row in ((DOWN, "lower", USE), (UP, "higher", USE))),
+        *(("spam", *row) for row in ((UP, "lower", WORSE), (DOWN, "higher", WORSE))),
+        ("logloss", UP, "higher", USE),
     ],
 )
-def test_a_row_that_is_worse_is_not_recommended(name, shifts, said):
-    assert advice(name, shifts).startswith(said)
+def test_a_row_that_is_worse_is_not_recommended(name, shifts, better, said):
+    assert advice(name, shifts, better=better and {name: better}).startswith(said)
 
 
 @pytest.mark.parametrize("shifts", [UP, DOWN, [0.02] * 3, [0.001, -0.001, 0.0005]])
 def test_a_difference_without_a_direction_recommends_nothing_and_names_the_option(shifts):
     rows = summarize(runs_of("spam", shifts))
     said = recommendation(rows)
-    assert said.startswith(
-        "Stay with O0 for now. Speed: O1 in bfloat16 is 2.00 times as fast as O0"
-    )
+    assert said.startswith(f"Stay with O0 for now. Speed: O1 in bfloat16 is {TWICE}")
     assert "its spam differs from O0's by " in said
     assert "--better spam=lower or --better spam=higher" in said
     assert rows[1].outcome in ("different", "within")
     with pytest.raises(ValueError, match="spam: expected a direction"):
-        at_worst(rows[1].comparisons[0])
+        worst_difference(rows[1].comparisons[0])
     assert rows[1].verdict.endswith(" (no direction)")
 
 
 def test_of_one_seed_both_are_asked_for():
-    said, cure = open_question(summarize(runs_of("spam", UP[:1]))[1])
-    assert said.startswith("its spam differs from O0's by +0.2, and the name does not say")
-    assert cure == "--seeds 3 --better spam=lower or --better spam=higher"
-
-
-def test_the_option_gives_the_direction():
-    for way, other in (("lower", "higher"), ("higher", "lower")):
-        shifts = DOWN if way == "lower" else UP
-        assert advice("spam", shifts, better={"spam": way}).startswith("Use O1 in bfloat16")
-        assert advice("spam", shifts, better={"spam": other}).startswith("Stay with O0")
-    assert advice("logloss", UP, better={"logloss": "higher"}).startswith("Use O1 in bfloat16")
+    missing = missing_evidence(summarize(runs_of("spam", UP[:1]))[1])
+    assert missing.text.startswith("its spam differs from O0's by +0.2, and the name does not say")
+    assert missing.options == "--seeds 3 --better spam=lower or --better spam=higher"
     assert "--better 'my spam=lower' or --better" in advice("my spam", UP)
 
 
@@ -154,14 +139,11 @@ def test_table_and_files_say_the_direction_of_each_metric(tmp_path):
     assert {metric["name"]: metric["better"] for metric in rows[1]["comparisons"]} == ways
     judged = [line["judged_better"] for line in csv.DictReader(io.StringIO(as_csv(results)))]
     assert judged == ["", ""]  # O0 is not compared, and of spam it is not known
+    for name, way in (("logloss", "lower"), ("top1", "higher")):
+        assert summarize(runs_of(name, UP))[1].verdict.endswith(f"] ({way} is better)")
     told = summarize(runs_of("spam", UP), better={"spam": "lower"})
     assert "↓ spam" in table(told).columns
     assert "--better" not in "".join(notes(told))
-
-
-def test_the_verdict_says_which_way_was_taken():
-    assert summarize(runs_of("logloss", UP))[1].verdict.endswith("] (lower is better)")
-    assert summarize(runs_of("top1", UP))[1].verdict.endswith("] (higher is better)")
 
 
 def test_a_terminal_without_arrows_still_gets_the_results(tmp_path):

@@ -10,9 +10,10 @@ from run_command import write
 from sweep_made import stand_in, trained
 
 from ampatch.cli.main import main
+from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.log import set_verbosity
 from ampatch.sweep import Case, Sweep, read_results, read_runs, read_sweep
-from ampatch.sweep.execution import collected_runs
+from ampatch.sweep.execution import collected_runs, half_dtypes
 from ampatch.sweep.kinds import NO_AMP, Kind
 from ampatch.tune import Tuning
 
@@ -23,15 +24,16 @@ class Machine:
     """Stands for the processes: notes what is run, and fails on demand."""
 
     def __init__(self):
-        self.ran = []
+        self.ran, self.steps = [], []
         self.fails = {}  # by number of the run
 
     def run(self, runner, trial, place):
         failure = self.fails.get(len(self.ran))
         self.ran.append(trial.label)
+        self.steps.append((trial.label, runner.steps))
         if isinstance(failure, BaseException):
             raise failure
-        run = trained(trial, [1.0 + trial.seed])
+        run = trained(trial, [1.0 + trial.seed], ms=10.0)
         return dataclasses.replace(run, ended_by=failure or "", timeout=runner.timeout)
 
 
@@ -231,9 +233,7 @@ def contents(folder):
     ],
 )
 @pytest.mark.parametrize("way", [{}, {"overwrite": True}, {"resume": True}])
-def test_a_folder_with_files_of_ones_own_is_refused_and_nothing_changed(
-    files, way, script, machine, tmp_path
-):
+def test_a_folder_with_files_of_ones_own_is_refused_as_it_is(files, way, script, machine, tmp_path):
     """For a tuning too, whose folder is a sweep's."""
     for name, text in files.items():
         if name.endswith("/"):
@@ -309,3 +309,40 @@ def test_a_disk_that_fills_up_ends_the_sweep_and_keeps_what_there_is(script, mac
         make(script).run()
     assert len(list(read_runs("out"))) == read_results("out").done == 1
     make(script, resume=True).close()  # the lock was let go
+
+
+def test_a_sweep_times_what_went_well_and_can_add_rounds(script, machine):
+    options = {"levels": ["O0", "O3"], "seeds": 1, "rounds": None}
+    machine.fails[1] = "timed out: after 5 s"
+    first = make(script, **options).run()
+    ran = machine.steps
+    timed = ("again", "repeat 1 again", "repeat 1", "repeat 2", "repeat 2 again")
+    assert ran[:2] == [("O0 seed 0", None), ("O3-float16 seed 0", None)]
+    assert ran[2:] == [(f"O0 seed 0 {name} (timing)", 300) for name in timed]
+    assert first.results.complete and first.results.planned == 7
+    ran.clear()
+    more = make(script, resume=True, **{**options, "rounds": 4}).run()
+    again, once = (f"O0 seed 0 repeat 3{name} (timing)" for name in (" again", ""))
+    assert [label for label, _ in ran] == [again, once]
+    assert more.rows[0].speeds.n == 4 and read_results("out") == more.results
+    with pytest.raises(ValueError, match="rounds before: 4, now: 3"):  # some would be left out
+        make(script, resume=True, **{**options, "rounds": 3})
+    make(script, resume=True, **options).close()  # without a number it has those that it had
+    ran.clear()
+    make(script, steps=50, overwrite=True, **options).run()
+    assert {steps for _, steps in ran} == {50}  # a short run is no longer than a whole one
+
+
+def test_the_default_dtypes_are_those_that_doctor_calls_fast(script, machine, monkeypatch):
+    """Also after `--resume` on a day on which doctor would call others so."""
+    answers = []
+    monkeypatch.setattr(half_dtypes, "half_speeds", lambda device: answers.pop())
+    monkeypatch.setattr(half_dtypes, "accelerator", lambda: None)
+    for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
+        answers.append(HalfSpeeds(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
+        plan = make(script, dtypes=None, overwrite=True).run()
+        assert [case.dtype for case in plan.cases] == [None, expected]
+    again = make(script, dtypes=None, resume=True)
+    again.close()
+    assert again.cases == plan.cases and answers == []
+    make(script, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody

@@ -12,15 +12,13 @@ import pytest
 from sweep_made import CASES, made_run, made_sweep
 
 from ampatch.cli.main import main
-from ampatch.sweep.measure.record import Run, Series
+from ampatch.sweep.measure.run_record import Run, Series
 from ampatch.sweep.report import trackers
 from ampatch.sweep.trial import Trial
 
 
 @pytest.mark.parametrize("library", ["tensorboard", "wandb"])
-def test_without_its_library_no_sweep_and_no_report_is_begun(
-    library, tmp_path, monkeypatch, capsys
-):
+def test_without_its_library_no_sweep_or_report_is_begun(library, tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
@@ -74,15 +72,10 @@ def sweep_of_two(tmp_path):
     ("error", "said"),
     [
         (OSError("wandb: no such key."), "wandb: no such key."),
-        (
-            OSError(28, "No space left on device", "DIR/wandb"),
-            "DIR/wandb: No space left on device.",
-        ),
+        (OSError(28, "No space left", "DIR/wandb"), "DIR/wandb: No space left."),
     ],
 )
-def test_what_stops_a_tracker_is_said_after_the_report(
-    error, said, sweep_of_two, monkeypatch, capsys
-):
+def test_what_stops_a_tracker_is_said_at_the_end(error, said, sweep_of_two, monkeypatch, capsys):
     def init(**_):
         raise error
 

@@ -1,4 +1,4 @@
-"""The figures and the table that a sweep makes of records made by hand."""
+"""The figures and the table that a sweep makes of records made by hand, and its lines meanwhile."""
 
 import io
 import itertools
@@ -7,15 +7,17 @@ import re
 
 import pytest
 import torch
+from sweep_made import made_run
 
+from ampatch.sweep.execution.progress import Lines
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure import step_times
-from ampatch.sweep.measure.probes import BATCH, Readings
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.readings import BATCH, Readings
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.report.figures import first_and_last, status, step_ms
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.report.numbers import plus_minus, ratio
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
+from ampatch.sweep.report.run_figures import first_and_last, status, step_ms
 from ampatch.sweep.report.terminal import write_table
 from ampatch.sweep.trial import Case, Trial
 
@@ -59,7 +61,6 @@ def test_warm_up_and_pauses_do_not_count():
 
 
 def test_json_keeps_every_value(tmp_path):
-    """Also those that JSON has no word for."""
     measured = Measured(
         opt_level="O1",
         properties={"dtype": "torch.float16"},
@@ -106,9 +107,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("width", "parts"), [(60, 3), (80, 2), (100, 2), (160, 1)])
-def test_a_terminal_of_any_width_gets_the_table_in_parts_and_nothing_is_cut_off(
-    width, parts, monkeypatch
-):
+def test_a_terminal_of_any_width_gets_all_of_the_table_in_parts(width, parts, monkeypatch):
     """Each part names its rows; a part that would say "ok" only is left out."""
     monkeypatch.setenv("COLUMNS", str(width))
     fields = {
@@ -229,3 +228,49 @@ def test_readings_keep_order_and_survive_changes_in_place():
     readings.add(True)
     assert readings.read() == [1.5, 1.5, 0.0, 1.0]
     assert readings.latest == 1.0
+
+
+# What is shown while a sweep runs
+
+
+def test_a_pipe_gets_lines_with_the_time_left():
+    stream = io.StringIO()
+    timing = Trial(Case("O1", "float16"), repeat=1, short=True)
+    with Lines(stream) as shown:
+        shown.started(1, 0, Trial(Case("O0")))
+        shown.reached(Trial(Case("O0")), 3, 0.5)
+        shown.ended(made_run(Case("O0")))  # in 2.5 s
+        shown.said("a note")
+        shown.started(2, 8, Trial(Case("O1", "float16"), seed=1), 3723.4)
+        shown.started(4, 8, timing, 5)
+    assert stream.getvalue().splitlines() == [
+        "[1] O0 seed 0: started",
+        "[1] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s",
+        "Note: a note",
+        "[2/8] O1-float16 seed 1: started, about 1:02:03 left",
+        "[4/8] O1-float16 seed 0 repeat 1 (timing): started, about 0:00:05 left",
+    ]
+
+
+def test_a_terminal_has_one_line_that_moves_below_those_of_runs_that_have_ended(monkeypatch):
+    """Where a name is longer than the line, its end with seed and step is seen."""
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    row = Trial(Case("O2", "bfloat16", settings=(("keep_batchnorm_fp32", False),)), seed=12)
+    with Lines(stream) as shown:
+        shown.started(1, 2, Trial(Case("O0")), 3600)
+        shown.ended(made_run(Case("O0")))
+        shown.started(2, 2, row)
+        shown.reached(row, 60, 0.25)
+        shown.said("a note")
+    nothing, *lines = stream.getvalue().split("\r\x1b[K")
+    assert nothing == "" and [line for line in lines if line.endswith("\n")] == [
+        "[1/2] O0 seed 0: ok, 120 steps of 10.00 ms in 2.5 s\n",
+        "Note: a note\n",
+    ]
+    moving = [line for line in lines if line and not line.endswith("\n")]
+    assert [len(line) for line in moving] == [39] * 3
+    ends = (" seed 0: started, about 1:00:00 left", " seed 12: started", ": step 60, loss 0.25")
+    for line, end in zip(moving, ends, strict=True):
+        assert line.endswith(end)

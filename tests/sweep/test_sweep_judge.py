@@ -1,16 +1,29 @@
-"""Verdicts and plans of sweeps, of records made by hand: statistics against formulas."""
+"""Verdicts and plans of sweeps, of records made by hand: statistics against formulas.
 
+Paired tests over seeds: p, intervals, Holm's correction and power.
+"""
+
+import itertools
 import math
+import random
 import statistics
 
+import pandas
 import pytest
 from sweep_made import trained
 
+from ampatch.sweep.cases_and_trials import cases
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Series
-from ampatch.sweep.plan import cases
-from ampatch.sweep.report.recommendation import open_question, recommendation
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.measure.run_record import Series
+from ampatch.sweep.report.paired_test import (
+    POWER,
+    SIGNIFICANCE_LEVEL,
+    holm,
+    paired_t_test,
+    smallest_detectable,
+)
+from ampatch.sweep.report.recommendation import missing_evidence, recommendation
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.report.table import table
 from ampatch.sweep.trial import Case, Trial
 
@@ -68,21 +81,18 @@ def test_repeats_of_a_seed_are_one_value():
     """Else the same run ten times over would look like evidence."""
     runs = [
         run_of(level, seed, 0.9 + seed / 100 + repeat / 1000, loss=seed, repeat=repeat)
-        for level in ("O0", "O1")
-        for seed in range(2)
-        for repeat in range(5)
+        for level, seed, repeat in itertools.product(("O0", "O1"), range(2), range(5))
     ]
     metric = summarize(runs)[1].comparisons[0]
     assert (metric.n, metric.mean, metric.p) == (2, pytest.approx(0.907), 1.0)
 
 
-def test_nothing_is_tested_with_one_seed_or_seeds_without_effect():
-    for base, ours in (([0.9], [0.1]), ([0.9, 0.9], [0.1, 0.1])):
-        runs = [run_of("O0", seed, value) for seed, value in enumerate(base)]
-        runs += [run_of("O1", seed, value) for seed, value in enumerate(ours)]
-        row = summarize(runs)[1]
-        assert (row.outcome, row.comparisons[0].p) == ("untested", None)
-        assert "not tested" in row.verdict
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_nothing_is_tested_with_one_seed_or_seeds_without_effect(seeds):
+    runs = [run_of("O0", seed, 0.9) for seed in range(seeds)]
+    row = summarize(runs + [run_of("O1", seed, 0.1) for seed in range(seeds)])[1]
+    assert (row.outcome, row.comparisons[0].p) == ("untested", None)
+    assert "not tested" in row.verdict
 
 
 def test_a_row_with_a_bad_run_has_failed():
@@ -131,13 +141,10 @@ def test_losses_after_unequal_numbers_of_steps_are_shown_and_not_tested():
 def test_accuracy_is_what_rows_of_unequal_length_are_judged_by():
     accuracies = {"O0": (0.97, 0.98, 0.975), "O2": (0.9702, 0.9797, 0.9751)}
     _, row = fixed_time({"O0": (1140, 1130, 1150), "O2": (373, 370, 375)}, accuracies)
-    assert row.outcome == "within" and open_question(row) == ("", "")
+    assert row.outcome == "within" and missing_evidence(row) is None
     assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
     _, row = fixed_time({"O0": (100, 98, 99), "O2": (99, 98, 100)}, accuracies)
-    assert [metric.outcome for metric in row.comparisons] == [
-        "within",
-        "within",
-    ]  # 1 % is no difference
+    assert [metric.outcome for metric in row.comparisons] == ["within"] * 2  # 1 %: no difference
     assert "steps" not in table([row]).columns
     _, row = fixed_time({"O0": (100, 80, 90), "O2": (80, 100, 90)}, accuracies)  # ended early
     assert [metric.outcome for metric in row.comparisons] == ["within", "untested"]
@@ -160,18 +167,16 @@ def test_a_row_is_compared_over_the_seeds_that_it_shares_with_o0():
     base = [run_of("O0", seed, 0.5 + seed / 10, loss=seed) for seed in (0, 1, 2)]
     ours = [run_of("O1", seed, 0.6 + seed / 10) for seed in (1, 2, 3)]
     metric = summarize([*base, *ours])[1].comparisons[0]
-    assert (metric.n, metric.mean, metric.base_mean) == (
-        2,
-        pytest.approx(0.75),
-        pytest.approx(0.65),
-    )
+    assert metric.n == 2 and (metric.mean, metric.base_mean) == pytest.approx((0.75, 0.65))
 
 
 def test_values_that_are_one_number_have_no_interval():
-    row = rows_of([0.9, 0.9, 0.9], [0.9, 0.9, 0.9])[1]
+    row = rows_of([0.9] * 3, [0.9] * 3)[1]
     assert row.verdict.endswith("; equal to O0 with each of 3 seeds: accuracy 0.9")
-    row = rows_of([0.9, 0.9, 0.9], [0.1, 0.1, 0.1])[1]
+    row = rows_of([0.9] * 3, [0.1] * 3)[1]
     assert row.outcome == "worse" and "difference -0.8 with each seed" in row.verdict
+    assert paired_t_test([0.5, 0.7], [0.5, 0.7]).p == paired_t_test([0.1, 0.1], [0.1, 0.1]).p == 1.0
+    assert paired_t_test([0.1, 0.1], [0.9, 0.9]).p == 0.0
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
@@ -205,24 +210,12 @@ def test_with_nothing_to_compare_nothing_is_recommended():
 
 
 def test_rows_beside_the_levels():
-    chosen = cases(
-        ["O0", "O2", "O0"],
-        ["float16", "bfloat16"],
-        ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"],
-        autocast=True,
-        tf32=True,
-    )
-    own = "keep_batchnorm_fp32=False-loss_scale=dynamic"
-    assert [case.label for case in chosen] == [
-        "O0",
-        "O0+tf32",
-        "O2-float16",
-        "O2-bfloat16",
-        "autocast-float16",
-        "autocast-bfloat16",
-        f"O2-float16-{own}",
-        f"O2-bfloat16-{own}",
-    ]
+    halves, own = ["float16", "bfloat16"], "keep_batchnorm_fp32=False-loss_scale=dynamic"
+    overrides = ["O2 keep_batchnorm_fp32=False loss_scale=dynamic"]
+    chosen = cases(["O0", "O2", "O0"], halves, overrides, autocast=True, tf32=True)
+    rows = ["O2-float16", "O2-bfloat16", "autocast-float16", "autocast-bfloat16"]
+    own_rows = [f"{row}-{own}" for row in rows[:2]]
+    assert [case.label for case in chosen] == ["O0", "O0+tf32", *rows, *own_rows]
     assert dict(chosen[-1].settings) == {"keep_batchnorm_fp32": False, "loss_scale": "dynamic"}
     assert "autocast" not in [case.opt_level for case in cases(["O0"], ["float16"], autocast=True)]
 
@@ -244,3 +237,73 @@ def test_metrics_are_found_in_the_output(tmp_path):
     log.write_text("between\n")
     with pytest.raises(ValueError, match="found 'between' .* expected a number"):
         read_metrics(log, {"acc": "^(b.*)"})
+
+
+# Paired tests
+
+
+def within(t, freedom, parts=4000):
+    """The probability of a Student-distributed value between -t and t, by Simpson's rule."""
+
+    def density(x):
+        return (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+
+    front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    front /= math.sqrt(freedom * math.pi)
+    width = t / parts
+    inner = sum((4 if n % 2 else 2) * density(n * width) for n in range(1, parts))
+    return 2 * front * width / 3 * (density(0) + inner + density(t))
+
+
+def test_the_test_is_students_integral_of_the_differences():
+    chance = random.Random(0)
+    for _ in range(30):
+        n = chance.randint(2, 9)
+        base = [chance.gauss(0, 5) for _ in range(n)]
+        ours = [value + chance.gauss(0.5, 1) for value in base]
+        differences = [a - b for a, b in zip(ours, base)]
+        error = statistics.stdev(differences) / math.sqrt(n)
+        test = paired_t_test(ours, base)
+        assert test.difference == pytest.approx(statistics.mean(differences))
+        assert test.p == pytest.approx(1 - within(abs(test.difference) / error, n - 1), abs=1e-9)
+        assert within((test.high - test.difference) / error, n - 1) == pytest.approx(0.95)
+        assert test.high - test.difference == pytest.approx(test.difference - test.low)
+
+
+def test_one_number_as_each_difference_is_compared_as_unpaired():
+    """Means 2 and 5, variances 1 and 1, n = 3: t = 3 / sqrt(2/3) with 4 degrees of freedom.
+
+    p and the quantile 2.776 are those of the tables; four degrees have a closed form.
+    """
+    test = paired_t_test([1, 2, 3], [4, 5, 6])
+    t = 3 / (2 / 3) ** 0.5
+    x = t / (4 + t * t) ** 0.5
+    assert test.p == pytest.approx(1 - x * (3 - x * x) / 2)
+    assert test.high - test.low == pytest.approx(2 * 2.7764451 * (2 / 3) ** 0.5)
+    assert test.scatter == 0
+    almost = paired_t_test([0.51, 0.71], [0.5, 0.7])  # one number but for its last digit
+    assert almost.p > 0.9 and almost.scatter == 0
+
+
+def test_holm_by_hand():
+    """The smallest of four times 4, the next times 3, ...; never below one before it."""
+    for p, corrected in (
+        ([0.04, 0.01, 0.03, 0.5], [0.09, 0.04, 0.09, 0.5]),
+        ([0.9, 0.8], [1.0, 1.0]),
+        ([], []),
+    ):
+        assert list(holm(pandas.Series(p, dtype=float))) == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(2, 1), (3, 1), (3, 9), (8, 3)])
+def test_the_smallest_difference_is_found_with_the_power_it_claims(n, rows):
+    """Of many samples with that mean so many are significant, at the level of one of the rows."""
+    numpy, stats = pytest.importorskip("numpy"), pytest.importorskip("scipy.stats")
+    scatter, samples = 0.3, 4000
+    draws = numpy.random.default_rng(0).normal(
+        smallest_detectable(scatter, n, rows), scatter, (samples, n)
+    )
+    error = draws.std(axis=1, ddof=1) / math.sqrt(n)
+    t = numpy.abs(draws.mean(axis=1)) / error
+    share = (t > stats.t.ppf(1 - SIGNIFICANCE_LEVEL / rows / 2, n - 1)).mean()
+    assert share == pytest.approx(POWER, abs=4 * math.sqrt(POWER * (1 - POWER) / samples))

@@ -11,10 +11,10 @@ from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.paired import smallest_detectable
+from ampatch.sweep.report.paired_test import smallest_detectable
 from ampatch.sweep.report.recommendation import recommendation
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
 
 
@@ -44,17 +44,55 @@ def advice(*rows, margin=None, base=BASE, losses=LOSSES, kind=UNKNOWN):
 
 NEAR = [0.0002, -0.0003, 0.0001]  # a difference of .001 would have been seen
 COARSE = [0.01, -0.015, 0.004]  # .05
+LESS, MORE = [-0.0004, 0.0001, 0.0002], [0.01, 0.011, 0.012]
+SLIGHTLY = [1.0003 * loss + noise for loss, noise in zip(LOSSES, (0, 1e-5, -1e-5))]  # p = .008
+LOUDER = [loss + shift for loss, shift in zip(LOSSES, (0.05, 0.05, 0.051))]  # by 24 %
+USE = "Use O1 in bfloat16: 1.50 times as fast as O0 (1.50 to 1.50); accuracy "
+TWICE = "Use O1 in bfloat16: 2.00 times as fast as O0"
+LESS_ACCURATE = "Stay with O0: no row that may be faster is as accurate"
+SLOW = "Stay with O0: no row is 1.05 times as fast. The fastest, O1 "
 
 
-def test_a_row_shown_to_be_as_accurate_and_faster_is_recommended():
-    assert advice(("O1", [-0.0004, 0.0001, 0.0002], LOSSES, 1.5)) == (
-        "Use O1 in bfloat16: 1.50 times as fast as O0 (1.50 to 1.50); accuracy -3.3e-05 "
-        "[-0.00083, +0.00077], below the 1 % that matters."
-    )
-    better = advice(("O1", [0.01, 0.011, 0.012], LOSSES, 1.5), margin="0.02")
-    assert better.endswith("; accuracy +0.011 [+0.0085, +0.013], no worse than O0's.")
-    assert "below the 0.02 that matters" in advice(("O1", NEAR, LOSSES, 1.5), margin="0.02")
-    assert "below the 2 % that matters" in advice(("O1", NEAR, LOSSES, 1.5), margin="2%")
+@pytest.mark.parametrize(
+    "gains, losses, speed, margin, begins, ends",
+    [
+        (LESS, LOSSES, 1.5, None, f"{USE}-3.3e-05 [-0.00083, +0.00077]", " 1 % that matters."),
+        (MORE, LOSSES, 1.5, "0.02", f"{USE}+0.011 [+0.0085, +0.013]", ", no worse than O0's."),
+        (NEAR, LOSSES, 1.5, "0.02", USE, ", below the 0.02 that matters."),
+        (NEAR, LOSSES, 1.5, "2%", USE, ", below the 2 % that matters."),
+        (COARSE, LOSSES, 1.5, "0.2", USE, ""),
+        (COARSE, LOSSES, 1.5, "20%", USE, ""),
+        (COARSE, LOSSES, 1.5, "0.02", f"{SO_FAR} O1", ""),
+        # the loss: a margin that is a number is one of the accuracy, of the loss 1 % matters then
+        (NEAR, SLIGHTLY, 2.0, None, TWICE, ""),
+        (NEAR, SLIGHTLY, 2.0, "0.2", TWICE, ""),
+        (NEAR, SLIGHTLY, 2.0, "0.01%", LESS_ACCURATE, ""),
+        (NEAR, SLIGHTLY, 0.12, "0.01%", SLOW, ""),
+        (NEAR, LOUDER, 2.0, "30%", TWICE, ""),
+        (NEAR, LOUDER, 2.0, "0.2", LESS_ACCURATE, ""),
+        (NEAR, LOUDER, 0.12, None, SLOW, ""),
+        # one number as each difference: three seeds without scatter say enough
+        ([0.0] * 3, LOSSES, 1.5, None, USE, " the same with each of 3 seeds."),
+    ],
+)
+def test_a_faster_row_as_accurate_is_recommended(gains, losses, speed, margin, begins, ends):
+    said = advice(("O1", gains, losses, speed), margin=margin)
+    assert said.startswith(begins) and said.endswith(ends)
+
+
+def test_one_number_as_each_difference_may_say_little():
+    said = advice(("O1", [-0.05] * 3, LOSSES, 1.5), base=[0.8, 0.9, 0.85])
+    assert said.startswith(SO_FAR) and "its accuracy differs by -0.05 with each of 3 seeds" in said
+    said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=BASE[:2], losses=LOSSES[:2])
+    assert "the same accuracy with 2 seeds says little. To settle it: --resume --seeds 3" in said
+
+
+def test_a_margin_is_a_number_or_a_share():
+    assert "even 50 seeds" in advice(("O1", COARSE, LOSSES, 1.5), margin="1e-5")
+    assert Margin.of("1E-3") == Margin(0.001, is_share=False)
+    for wrong in ("much", "-1", "0", "1 %%", "", "inf", "1e400"):
+        with pytest.raises(ValueError, match="--margin"):
+            Margin.of(wrong)
 
 
 def test_the_example_of_the_readme_gets_no_recommendation():
@@ -75,18 +113,6 @@ def test_the_example_of_the_readme_gets_no_recommendation():
     assert said.endswith(f"To settle it, on an idle machine: --resume --seeds {seeds}.")
 
 
-def test_the_margin_says_what_matters():
-    row = ("O1", COARSE, LOSSES, 1.5)
-    assert advice(row, margin="0.2").startswith("Use O1 in bfloat16: ")
-    assert advice(row, margin="20%").startswith("Use O1 in bfloat16: ")
-    assert advice(row, margin="0.02").startswith(f"{SO_FAR} O1")
-    assert "not even 50 seeds" in advice(row, margin="1e-5")
-    assert Margin.of("1E-3") == Margin(0.001, is_share=False)
-    for wrong in ("much", "-1", "0", "1 %%", "", "inf", "1e400"):
-        with pytest.raises(ValueError, match="--margin"):
-            Margin.of(wrong)
-
-
 def test_a_worse_loss_is_enough_against_a_row():
     worse = [loss + 0.05 for loss in LOSSES[:2]] + [LOSSES[2] + 0.051]
     assert advice(("O1", NEAR, worse, 2.0), ("O2", NEAR, LOSSES, 1.2)).startswith("Use O2 in")
@@ -104,27 +130,6 @@ def test_more_evidence_of_less_than_matters_changes_no_answer(seeds):
     assert "accuracy -0.0002" in said and said.endswith("below the 0.0095 that matters.")
     refused = "worse than O0: accuracy" in advice(row, margin="0.0001", base=base, losses=losses)
     assert refused == (seeds > 3)
-
-
-SLIGHTLY = [1.0003 * loss + noise for loss, noise in zip(LOSSES, (0, 1e-5, -1e-5))]  # p = .008
-LOUDER = [loss + shift for loss, shift in zip(LOSSES, (0.05, 0.05, 0.051))]  # by 24 %
-
-
-@pytest.mark.parametrize(
-    "losses, speed, margin, said",
-    [
-        (SLIGHTLY, 2.0, None, "Use O1 in bfloat16: 2.00 times as fast as O0"),
-        (SLIGHTLY, 2.0, "0.2", "Use O1 in bfloat16: 2.00 times as fast as O0"),
-        (SLIGHTLY, 2.0, "0.01%", "Stay with O0: no row that may be faster is as accurate"),
-        (SLIGHTLY, 0.12, "0.01%", "Stay with O0: no row is 1.05 times as fast. The fastest, O1 "),
-        (LOUDER, 2.0, "30%", "Use O1 in bfloat16: 2.00 times as fast as O0"),
-        (LOUDER, 2.0, "0.2", "Stay with O0: no row that may be faster is as accurate"),
-        (LOUDER, 0.12, None, "Stay with O0: no row is 1.05 times as fast. The fastest, O1 "),
-    ],
-)
-def test_the_loss_counts_beyond_the_margin_and_the_reason_is_named(losses, speed, margin, said):
-    """A margin that is a number is in units of the accuracy: of the loss 1 % matters then."""
-    assert advice(("O1", NEAR, losses, speed), margin=margin).startswith(said)
 
 
 def test_where_no_row_is_told_apart_the_one_with_most_fp32_is_named_first():
@@ -180,17 +185,6 @@ def test_of_autocast_and_o1_the_one_that_the_script_has_is_named(kind, named):
         second = "O1" if first == "autocast" else "autocast"
         rows = [(first, NEAR, LOSSES, 1.5), ("O2", NEAR, LOSSES, 1.5), (second, NEAR, LOSSES, 1.5)]
         assert advice(*rows, kind=Kind(kind)).startswith(f"Use {named} in bfloat16: 1.50 times")
-
-
-def test_one_number_as_each_difference():
-    said = advice(("O1", [-0.05] * 3, LOSSES, 1.5), base=[0.8, 0.9, 0.85])
-    assert said.startswith(SO_FAR)
-    assert "its accuracy is -0.05 off with each of 3 seeds" in said
-    said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=BASE[:2], losses=LOSSES[:2])
-    assert "the same accuracy with 2 seeds says little. To settle it: --resume --seeds 3" in said
-    said = advice(("O1", [0.0] * 3, LOSSES, 1.5))  # three seeds without scatter say enough
-    assert said.startswith("Use O1 in bfloat16")
-    assert said.endswith("; accuracy the same with each of 3 seeds.")
 
 
 # What a sweep points to where a level fails

@@ -7,36 +7,30 @@ import html.parser
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageStat
 from sweep_made import CASES, made_run, made_sweep
 
 import ampatch.sweep
 from ampatch.cli.main import main
 from ampatch.sweep import Case, Sweep, read_results, write_report
-from ampatch.sweep.measure.machine import repository
-from ampatch.sweep.measure.record import Series
-from ampatch.sweep.report.pictures import (
-    COLOURS,
-    FORMATS,
-    LOOKS,
-    POINTS,
-    differences,
-    lines_of,
-    losses_of,
-    pictures,
-)
+from ampatch.sweep.measure.machine import commit_of
+from ampatch.sweep.measure.run_record import Series
+from ampatch.sweep.report import pictures
 from ampatch.sweep.report.render import as_html
-from ampatch.sweep.report.summary_files import as_csv, as_latex, as_markdown
+from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.terminal import write_results
 
 NAMES = ["loss-by-step", "loss-by-time", "speed"]
+NOTE = "A note that is long enough to need more than one line of a phone."
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -73,7 +67,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sweep")
-    results = made_sweep(directory, notes=["Few seeds."])
+    results = made_sweep(directory, notes=[NOTE])
     write_report(directory)
     return directory, results
 
@@ -95,7 +89,7 @@ def test_the_page_holds_everything(written, page):
     results = written[1]
     assert page.text.count("train & <test>.py at several opt levels") == 2  # title and headline
     assert "'a <b> c'" in page.text
-    assert results.recommendation in page.text and "Few seeds." in page.text
+    assert results.recommendation in page.text and NOTE in page.text
     facts = ("ampatch 1.2.3", "torch 2.9", "cpu Some CPU, 2 cores", "seeds 2", "device cpu")
     for text in (*facts, *(row.verdict for row in results.rows)):
         assert text in page.text
@@ -106,7 +100,7 @@ def test_the_page_holds_everything(written, page):
 def test_the_order_of_the_page_and_settings_are_folded(written, page, source):
     verdict = html.escape(written[1].rows[0].verdict)
     table = 'aria-label="Figures per row"'
-    order = ["Recommendation.", "Few seeds.", table, verdict, "Pictures</h2>", "<details>"]
+    order = ["Recommendation.", NOTE, table, verdict, "Pictures</h2>", "<details>"]
     assert [source.count(text) for text in order] == [1] * len(order)
     places = [source.index(text) for text in order]
     assert places == sorted(places)
@@ -151,11 +145,10 @@ def test_every_picture_says_what_it_shows(written, page):
         data = base64.b64decode(image["src"].partition("base64,")[2])
         assert data == (written[0] / "plots" / f"{name}.svg").read_bytes()
         assert image["alt"] in page.text
-    assert len(page.all("figcaption")) == len(NAMES) and page.text.count(LOOKS) == 1
+    assert len(page.all("figcaption")) == len(NAMES) and page.text.count(pictures.LOOKS) == 1
 
 
 def test_memory_skips_and_scale_stand_in_the_table(page):
-    """No picture has them."""
     row = page.text[page.text.index("O1 float16 5.00") :].partition("O1 bfloat16")[0]
     assert " 300 1.8261 " in row and row.endswith(" 2/240 32768 ")
 
@@ -196,30 +189,26 @@ def test_pictures_are_not_blank(written, name):
     with Image.open(written[0] / "plots" / f"{name}.png") as image:
         assert image.width == 1104 and image.height > 400
         seen = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
-    by_level = {"O1": COLOURS[1], "O2": COLOURS[2], "autocast": COLOURS[3]}
-    for colour in by_level.values():
+    for colour in pictures.COLOURS[1:4]:  # of O1, O2 and autocast
         assert tuple(bytes.fromhex(colour[1:])) in seen
 
 
 def test_long_curves_are_means_of_blocks_and_seeds():
     runs = [made_run(CASES[0], seed, steps=1000) for seed in (0, 1)]
     losses = [run.measured.losses["0"].values for run in runs]
-    line = lines_of(losses_of(runs))["O0"]
-    size = 1000 // POINTS
-    assert len(line) == POINTS and line.x[0] == (size - 1) / 2
+    line = pictures.lines_of(pictures.losses_of(runs))["O0"]
+    size = 1000 // pictures.MAX_POINTS
+    assert len(line) == pictures.MAX_POINTS and line.x[0] == (size - 1) / 2
     first, second = (sum(values[:size]) / size for values in losses)
     assert line.y[0] == pytest.approx((first + second) / 2)
-    assert (line.low[0], line.high[0]) == (pytest.approx(first), pytest.approx(second))
-
-
-def test_time_begins_at_the_first_loss():
-    line = lines_of(losses_of([made_run(CASES[0], steps=11)]), "seconds")["O0"]
-    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)
+    assert (line.low[0], line.high[0]) == pytest.approx((first, second))
+    line = pictures.lines_of(pictures.losses_of([made_run(CASES[0], steps=11)]), "seconds")["O0"]
+    assert line.x.iloc[0] == 0 and line.x.iloc[-1] == pytest.approx(0.1)  # from the first loss on
 
 
 def test_other_runs_may_leave_out_losses(tmp_path):
     runs = [made_run(CASES[0]), made_run(CASES[1], losses={}, loss_scales={"0": Series()})]
-    names = [picture.name for picture in pictures(made_sweep(tmp_path, runs), runs)]
+    names = [picture.name for picture in pictures.pictures(made_sweep(tmp_path, runs), runs)]
     assert names == ["loss-by-step", "speed"]  # one line says the same by time
 
 
@@ -232,7 +221,7 @@ def test_differences_are_between_equal_steps_and_seeds():
 
     runs = [of(CASES[0], seed, 0.0) for seed in (0, 2)]
     runs += [of(CASES[1], seed, 0.1 * seed) for seed in (0, 2)]
-    apart = lines_of(differences(losses_of(runs)))
+    apart = pictures.lines_of(pictures.differences(pictures.losses_of(runs)))
     own, other = apart["O0"], apart["O1-float16"]
     assert [own.low[0], own.high[0]] == pytest.approx([-1 / 2.01, 1 / 2.01])  # percent
     assert [other.low[0], other.high[0]] == pytest.approx([0, 20 / 2.02])
@@ -249,7 +238,7 @@ def test_bars_have_the_speeds_and_the_marks_of_the_table(tmp_path, monkeypatch):
     for run in runs[4:6]:
         run.measured.metrics["accuracy"].values[-1] /= 2
     results = made_sweep(tmp_path, runs)
-    assert [picture.name for picture in pictures(results, runs)][-1] == "speed"
+    assert [picture.name for picture in pictures.pictures(results, runs)][-1] == "speed"
     [axes] = figures[-1].axes
     *bars, own = axes.patches
     assert own.get_x() + own.get_width() == results.rows[0].reach  # O0's own speed, as a band
@@ -267,7 +256,9 @@ def test_many_rows_keep_apart(tmp_path, monkeypatch):
     monkeypatch.setattr("ampatch.sweep.report.pictures.FORMATS", ("png",))  # of nine files three
     cases = [Case("O0"), *(Case("O2", "float16", settings=(("number", n),)) for n in range(12))]
     runs = [made_run(case) for case in cases]
-    drawn = {picture.name: picture for picture in pictures(made_sweep(tmp_path, runs), runs)}
+    drawn = {
+        picture.name: picture for picture in pictures.pictures(made_sweep(tmp_path, runs), runs)
+    }
     with Image.open(io.BytesIO(drawn["loss-by-step"].files["png"])) as image:
         assert image.width == 1104 and image.height > 900
 
@@ -275,7 +266,6 @@ def test_many_rows_keep_apart(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["sweep", "x.py"], ["report", "."], ["tune", "x.py"]])
 @pytest.mark.parametrize("missing", ["pandas", "matplotlib", "scipy"])
 def test_without_the_extra_one_sentence_says_so_at_once(missing, words, monkeypatch, capsys):
-    """Before any folder is made or read."""
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit, match="2"):
         main([*words, *["--opt-level", "O1"] * (words[0] == "tune")])
@@ -302,7 +292,9 @@ def text_of(path):
 
 def test_every_file_says_where_it_comes_from(written):
     files = [written[0] / "report.html", *sorted(written[0].glob("summary.*"))]
-    files += [written[0] / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+    files += [
+        written[0] / "plots" / f"{name}.{form}" for name in NAMES for form in pictures.FORMATS
+    ]
     assert len(files) == 1 + 4 + 9
     for path in files:
         text = text_of(path)
@@ -322,17 +314,17 @@ def test_the_repository_is_the_scripts(tmp_path, monkeypatch):
     script.parent.mkdir()
     script.write_text("")
     other.write_text("")
-    assert repository(script).startswith("no commit: ")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another repository
+    assert commit_of(script).startswith("no commit: ")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook of another commit_of
     git("init")
     git("add", "other.py")
     git("commit", "-m", "one")
-    assert repository(script).endswith(", without train.py, which is in no commit")
+    assert commit_of(script).endswith(", without train.py, which is in no commit")
     git("add", "inner/train.py")
     git("commit", "-m", "two")
-    assert re.fullmatch("[0-9a-f]{40}", repository(script))
+    assert re.fullmatch("[0-9a-f]{40}", commit_of(script))
     other.write_text("changed")
-    assert re.fullmatch("[0-9a-f]{40}-dirty", repository(script))
+    assert re.fullmatch("[0-9a-f]{40}-dirty", commit_of(script))
 
 
 def test_a_sweep_keeps_its_command_to_be_typed_again_and_how_it_went_on(tmp_path, monkeypatch):
@@ -354,7 +346,7 @@ def test_report_makes_again_what_was_lost(written, capsys):
     directory, results = written
     names = ("report.html", "summary.md", "summary.csv", "summary.tex")
     paths = [directory / name for name in names]
-    paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in FORMATS]
+    paths += [directory / "plots" / f"{name}.{form}" for name in NAMES for form in pictures.FORMATS]
     before = [path.read_bytes() for path in paths]
     for path in paths:
         path.unlink()
@@ -394,9 +386,8 @@ def test_json_csv_and_markdown_say_the_same(written):
         for name in ("step_ms", "speed", "memory_bytes", "last_loss", "skipped", "loss_scale"):
             assert float(line[name]) == row[name]
         assert float(line["metric:accuracy"]) == row["metrics"]["accuracy"]
-        assert (float(line["speed_low"]), float(line["speed_high"])) == (
-            row["speeds"]["low"], row["speeds"]["high"],
-        )  # fmt: skip
+        for end in ("low", "high"):
+            assert float(line[f"speed_{end}"]) == row["speeds"][end]
     text = as_markdown(results).replace("&lt;", "<")
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(CASES) and len({line.count("|") for line in table}) == 1
@@ -458,3 +449,62 @@ def test_latex_compiles_without_a_complaint(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stdout[-2000:]
     assert "Overfull" not in done.stdout and "Missing" not in done.stdout
+
+
+# The page in headless Chromium, as a phone and a desk show it; to be seen in AMPATCH_SCREENSHOTS
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} in PATH"
+)
+WIDTHS = {390: 5200, 1280: 3200, 1400: 3200}  # pixels: heights that hold the whole page
+# A window cannot be as narrow as a phone, a frame can.
+FRAME = """<!DOCTYPE html><title>-</title><iframe id="f" style="width: {width}px; height: 800px;
+border: 0" onload="const page = this.contentDocument;
+for (const one of page.querySelectorAll('details')) one.open = true;
+const boxes = [page.documentElement, ...page.querySelectorAll('.scroll')];
+document.title = 'hidden ' + Math.max(...boxes.map(box => box.scrollWidth - box.clientWidth))"
+srcdoc="{page}"></iframe>"""
+
+
+def chromium(tmp_path, page, *options):
+    return subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--force-device-scale-factor=1", f"--user-data-dir={tmp_path / 'profile'}",
+            *options, page.as_uri(),
+        ],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_drawn(written, tmp_path, width, dark):
+    place = Path(os.environ.get("AMPATCH_SCREENSHOTS", tmp_path))
+    shot = place / f"report-{width}-{'dark' if dark else 'light'}.png"
+    options = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    size = f"--window-size={width},{WIDTHS[width]}"
+    chromium(tmp_path, written[0] / "report.html", size, f"--screenshot={shot}", *options)
+    with Image.open(shot) as image:
+        assert image.width == width
+        corner = image.convert("L").getpixel((2, 2))
+        assert corner < 60 if dark else corner > 240
+        for name in ("headline", "pictures"):
+            part = (0, 0, width, 300) if name == "headline" else (0, 900, width, image.height)
+            assert ImageStat.Stat(image.convert("L").crop(part)).stddev[0] > 10, name
+        colours = {rgb for _, rgb in image.convert("RGB").getcolors(maxcolors=2**24)}
+        assert (0xD5, 0x5E, 0) in colours  # O2's bars
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_of_the_page_or_its_tables_is_hidden_at_the_side(source, tmp_path, width):
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(width=width, page=html.escape(source)), encoding="utf-8")
+    dom = chromium(tmp_path, frame, "--dump-dom").stdout
+    assert "<title>hidden 0</title>" in dom

@@ -11,13 +11,14 @@ from sweep_runs import Said, planned
 
 from ampatch.diagnose.speed import HalfSpeeds
 from ampatch.sweep import Case, Run, Sweep, SweepError, Trial
-from ampatch.sweep.execution import engines, planning, running
-from ampatch.sweep.execution.engines.protocol import Ended, Lost, Reached, Started
+from ampatch.sweep.execution import coordinator, engines
+from ampatch.sweep.execution import plan as planning
+from ampatch.sweep.execution.engines.protocol import Ended, Lost, Progressed, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.placement import Placement, device_groups
 from ampatch.sweep.execution.runner import TrialProgress
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 
 O0, O1 = Case("O0"), Case("O1", "float16")
 
@@ -41,7 +42,7 @@ class Engine:
         steps = self.script.get(trial.label, ["end"])
         if steps and steps[0] == "step":
             steps.pop(0)
-            return [Started(trial), Reached(trial, TrialProgress(1, 0.5))]
+            return [Started(trial), Progressed(trial, TrialProgress(1, 0.5))]
         self.running.pop(0)
         if steps == ["lost"]:
             return [Lost(trial, "gone")]
@@ -74,11 +75,8 @@ def test_short_runs_are_alone_and_no_more_run_at_a_time_than_there_is_room_for()
 def test_what_is_not_due_is_left_out_and_what_is_lost_does_not_end_the_rest():
     engine = Engine({"O0 seed 1": ["lost"]})
     events = run_all(engine, WHOLE, SHORT, due=lambda trial: trial.case == O0)
-    assert [label for label, _, _ in engine.submitted] == [
-        "O0 seed 0",
-        "O0 seed 1",
-        "O0 seed 0 repeat 1 (timing)",
-    ]
+    labels = ["O0 seed 0", "O0 seed 1", "O0 seed 0 repeat 1 (timing)"]
+    assert [label for label, _, _ in engine.submitted] == labels
     assert [type(event) for event in events] == [Ended, Lost, Ended]
 
 
@@ -112,9 +110,8 @@ def test_two_jobs_run_together_and_timed_runs_alone_on_the_first_device(monkeypa
     whole, short = runner.seen[:4], runner.seen[4:]
     assert [running for _, running, _ in whole] == [2, 2, 2, 2]
     assert {placement.devices for _, _, placement in whole} == {("cuda:0",), ("cuda:1",)}
-    assert [(running, placement.devices) for _, running, placement in short] == [
-        (1, ("cuda:0",))
-    ] * 2
+    alone = [(running, placement.devices) for _, running, placement in short]
+    assert alone == [(1, ("cuda:0",))] * 2
 
 
 @pytest.mark.parametrize(
@@ -195,7 +192,7 @@ def test_a_first_run_that_takes_longer_than_the_budget_is_told_once(tmp_path, mo
     half = HalfSpeeds((), {"bfloat16": 1}, {"bfloat16": 1})
     monkeypatch.setattr(planning, "measure_half_dtypes", lambda: half)
     clock = itertools.count(0, 700)  # seconds between two looks
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=clock.__next__))
     options = {"levels": ["O0", "O1"], "autocast": False, "rounds": None, "budget": 10}
     said = Said()
     planned(tmp_path, "", **options).run(said)
@@ -207,6 +204,8 @@ def test_lost_trials_are_named_when_the_others_have_run(tmp_path, monkeypatch):
     engine = Cluster({"O0 seed 0": ["step", "lost"]})
     monkeypatch.setattr(engines, "make", lambda *_: engine)
     sweep = planned(tmp_path, "", levels=["O0"], seeds=2, jobs=2)
-    with pytest.raises(SweepError, match=r"Lost with their workers: O0 seed 0 \(gone\). --resume"):
+    with pytest.raises(
+        SweepError, match=r"lost because their workers died: O0 seed 0 \(gone\). --resume"
+    ):
         sweep.run()
     assert [run.trial.seed for run in sweep.runs] == [1]

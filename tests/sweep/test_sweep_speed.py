@@ -1,24 +1,25 @@
 """Speed: rounds and short runs, and what is told apart; of times made by hand."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import types
 
 import pytest
 import torch
-from sweep_made import stand_in, trained
+from sweep_made import trained
 
 from ampatch import native
 from ampatch.diagnose.speed import HalfSpeeds
-from ampatch.sweep import Sweep, read_results
+from ampatch.sweep import Sweep
+from ampatch.sweep.cases_and_trials import cases, trials
 from ampatch.sweep.execution import half_dtypes, runner
 from ampatch.sweep.execution.budget import MIN_SHORT_STEPS, is_due, short_steps
 from ampatch.sweep.measure import machine
-from ampatch.sweep.plan import cases, trials
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.summary import seeds_matter, summarize
+from ampatch.sweep.report.rows import seeds_matter, summarize
 from ampatch.sweep.trial import BASE, Trial
 
 ROWS = cases(["O0", "O1"], ["bfloat16"])
@@ -31,11 +32,13 @@ def run_of(trial, ms=10.0, **more):
 def swept(o0, again, o1, seeds=1, cpu=None):
     """The rows of a sweep in whose rounds O0, O0 again and O1 took so many milliseconds.
 
-    `cpu` has the same of CPU time.
+    `cpu` has the same of CPU time.  Without `again` each round is a seed.
     """
-    rounds = sorted({trial.round for trial in trials(ROWS, seeds, rounds=len(o0))})
-    runs = []
-    for trial in trials(ROWS, seeds, rounds=len(o0)):
+    planned = trials(ROWS, seeds, rounds=len(o0))
+    if again is None:
+        planned = [Trial(case, seed) for case in ROWS for seed in range(len(o0))]
+    rounds, runs = sorted({trial.round for trial in planned}), []
+    for trial in planned:
         which, number = 1 if trial.again else 2 * (trial.case != BASE), rounds.index(trial.round)
         fields = {"cpu_seconds": [None, *[cpu[which][number] / 1000] * 39]} if cpu else {}
         runs.append(run_of(trial, (o0, again, o1)[which][number], **fields))
@@ -107,12 +110,9 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
 def test_what_noise_could_have_done_is_not_recommended(again, o1):
     base, row = swept([10] * 3, again, o1)
     assert row.pace == "not told apart" and ", which may be noise: " in row.verdict
-    spans = row.speeds.low < 1 < row.speeds.high
-    why = (
-        "rounds do not agree"
-        if spans
-        else f"runs of O0 itself differed by a factor of {row.reach:.2f}"
-    )
+    why = f"runs of O0 itself differed by a factor of {row.reach:.2f}"
+    if row.speeds.low < 1 < row.speeds.high:
+        why = "rounds do not agree"
     assert why in row.verdict
     advice = recommendation([base, row])
     assert advice.startswith("Stay with O0 for now. Speed: O1 in bfloat16 is ") and why in advice
@@ -120,18 +120,24 @@ def test_what_noise_could_have_done_is_not_recommended(again, o1):
 
 
 @pytest.mark.parametrize(
-    ("again", "o1", "pace"),
+    ("o0", "again", "o1", "pace"),
     [
-        ([10, 14, 13], [300, 400, 350], "slower"),
-        ([10, 14, 13], [3, 3, 3], "faster"),
-        ([12, 12, 13, 12, 40], [4, 4, 4, 4, 4], "not told apart"),  # O0 was 0.25 of itself
-        ([12, 12, 13, 12, 40], [2, 2, 2, 2, 2], "faster"),
-        *(([first, 10, 10], [5, 5, 5], "faster") for first in (7, 13)),  # one round was off
-        *(([first, 10, 10], [20, 20, 20], "slower") for first in (7, 13)),
+        ([10] * 3, [10, 14, 13], [300, 400, 350], "slower"),
+        ([10] * 3, [10, 14, 13], [3, 3, 3], "faster"),
+        ([10] * 5, [12, 12, 13, 12, 40], [4] * 5, "not told apart"),  # O0 was 0.25 of itself
+        ([10] * 5, [12, 12, 13, 12, 40], [2] * 5, "faster"),
+        *(([10] * 3, [first, 10, 10], [5] * 3, "faster") for first in (7, 13)),  # one round was off
+        *(([10] * 3, [first, 10, 10], [20] * 3, "slower") for first in (7, 13)),
+        # where O0 ran once in a round, its rounds are its noise
+        ([10, 10.1, 10], None, [5] * 3, "faster"),
+        ([10, 10.1, 10], None, [20] * 3, "slower"),
+        ([10, 14, 10], None, [8] * 3, "not told apart"),  # O0 itself was 1.40 times as slow
+        ([10, 14, 10], None, [5, 7, 5], "faster"),  # but here by more, round by round
+        ([10, 10.1], None, [5] * 2, "too few rounds"),
     ],
 )
-def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(again, o1, pace):
-    rows = swept([10] * len(o1), again, o1)
+def test_a_ratio_that_noise_cannot_explain_is_told_on_a_busy_machine(o0, again, o1, pace):
+    rows = swept(o0, again, o1)
     assert rows[1].pace == pace
     slower = "Stay with O0: no row is 1.05 times as fast. The fastest, O1 bfloat16, is 0."
     assert recommendation(rows).startswith(slower) == (pace == "slower")
@@ -167,14 +173,11 @@ def test_where_wall_time_is_too_noisy_cpu_time_decides(wall, cpu, pace, by_cpu):
 @pytest.mark.parametrize(("later", "rounds"), [(60.0, 3), (3600.0, 2)])
 def test_runs_of_a_round_that_were_far_apart_are_not_compared_in_speed(later, rounds):
     """As those of rows that another day adds: the machine may be another one by then."""
-    runs = [
-        dataclasses.replace(
-            run_of(Trial(case, seed), ms, machine={"began": 100.0 * seed + (case != BASE) * 40}),
-            seconds=40.0,
-        )
-        for case, ms in zip(ROWS, (10.0, 5.0))
-        for seed in range(3)
-    ]
+    runs = []
+    for seed, (case, ms) in itertools.product(range(3), zip(ROWS, (10.0, 5.0))):
+        began = 100.0 * seed + (case != BASE) * 40
+        run = run_of(Trial(case, seed), ms, machine={"began": began})
+        runs.append(dataclasses.replace(run, seconds=40.0))
     runs[-1].measured.machine["began"] += later
     assert summarize(runs)[1].speeds.n == rounds
 
@@ -200,25 +203,6 @@ def test_one_round_recommends_nothing():
     assert "--rounds 3" in recommendation([base, row])
 
 
-@pytest.mark.parametrize(
-    ("o0", "o1", "pace"),
-    [
-        ([10.0, 10.1, 10.0], [5.0] * 3, "faster"),
-        ([10.0, 10.1, 10.0], [20.0] * 3, "slower"),
-        ([10.0, 14.0, 10.0], [8.0] * 3, "not told apart"),  # O0 itself was 1.40 times as slow
-        ([10.0, 14.0, 10.0], [5.0, 7.0, 5.0], "faster"),  # but here by more, round by round
-        ([10.0, 10.1], [5.0] * 2, "too few rounds"),
-    ],
-)
-def test_where_o0_ran_once_in_a_round_its_rounds_are_its_noise(o0, o1, pace):
-    runs = [
-        run_of(Trial(case, seed), ms)
-        for case, times in zip(ROWS, (o0, o1))
-        for seed, ms in enumerate(times)
-    ]
-    assert summarize(runs)[1].pace == pace
-
-
 def test_short_runs_count_for_times_alone():
     """A short O0 beside a whole one is compared over its own steps, which may be others' longer."""
     whole = {"losses": [1.0], "accuracy": 0.9}
@@ -240,60 +224,12 @@ def test_short_runs_count_for_times_alone():
     assert not seeds_matter([*same, *runs[2:]])
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """Stands for the processes; the trials that ran, and after how many steps they end."""
-    ran = []
-
-    def run(runner, trial, place):
-        ran.append((trial.label, runner.steps))
-        error = "RuntimeError: no" if trial.case.opt_level == "O3" else ""
-        return trained(trial, ms=10.0 if trial.case == BASE else 5.0, error=error)
-
-    stand_in(monkeypatch, run)
-    return ran
-
-
-def make(tmp_path, **options):
-    script = tmp_path / "train.py"
-    script.write_text("")
-    settings = {"levels": ["O0", "O3"], "dtypes": ["bfloat16"], "autocast": False, "seeds": 1}
-    return Sweep(str(script), out=tmp_path / "out", **{**settings, **options})
-
-
-def test_a_sweep_times_what_went_well_and_can_add_rounds(tmp_path, ran):
-    first = make(tmp_path).run()
-    assert ran == [
-        ("O0 seed 0", None),
-        ("O3-bfloat16 seed 0", None),
-        ("O0 seed 0 again (timing)", 300),
-        ("O0 seed 0 repeat 1 again (timing)", 300),
-        ("O0 seed 0 repeat 1 (timing)", 300),
-        ("O0 seed 0 repeat 2 (timing)", 300),
-        ("O0 seed 0 repeat 2 again (timing)", 300),
-    ]
-    assert first.results.complete and first.results.planned == 7
-    ran.clear()
-    more = make(tmp_path, resume=True, rounds=4).run()
-    assert [label for label, _ in ran] == [
-        "O0 seed 0 repeat 3 again (timing)",
-        "O0 seed 0 repeat 3 (timing)",
-    ]
-    assert more.rows[0].speeds.n == 4 and read_results(tmp_path / "out") == more.results
-    with pytest.raises(ValueError, match="rounds before: 4, now: 3"):  # some would be left out
-        make(tmp_path, resume=True, rounds=3)
-    make(tmp_path, resume=True).close()  # without a number it has those that it had
-    ran.clear()
-    make(tmp_path, steps=50, overwrite=True).run()
-    assert {steps for _, steps in ran} == {50}  # a short run is no longer than a whole one
-
-
 @pytest.mark.parametrize(
     "states, said",
     [
         ([True, True], "active"),
         ([False], "not active"),
-        ([True, False], "in some runs: compare no speed of theirs with one of the others"),
+        ([True, False], "active in some runs only: do not compare their speeds with others"),
         ([None], None),  # as an older ampatch wrote it
     ],
 )
@@ -304,7 +240,7 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
     for active in states:
         status = native.Status(active, "")
         monkeypatch.setattr(native, "status", lambda status=status: status)
-        state = machine.state_of_the_machine()
+        state = machine.machine_conditions()
         assert (state["load_at_start"], state["threads"]) == (2.5, torch.get_num_threads())
         more = {"load_at_end": 0.5, "cores": 64, "threads": 2}
         runs.append(run_of(Trial(BASE), machine={**state, **more}))
@@ -312,21 +248,6 @@ def test_the_state_of_the_machine_is_told_of_all_runs(monkeypatch, states, said)
     assert told.get("native part") == said
     assert (told["threads"], told["load average"]) == ("2 on 64 cores", "0.5 to 2.5")
     assert machine_state([]) == {}
-
-
-def test_the_default_dtypes_are_those_that_doctor_calls_fast(tmp_path, ran, monkeypatch):
-    """Also after `--resume` on a day on which doctor would call others so."""
-    answers = []
-    monkeypatch.setattr(half_dtypes, "half_speeds", lambda device: answers.pop())
-    monkeypatch.setattr(half_dtypes, "accelerator", lambda: None)
-    for fast, expected in (((), "bfloat16"), (("float16",), "float16")):
-        answers.append(HalfSpeeds(fast, {"bfloat16": 0.9}, {"bfloat16": 1.0}))
-        plan = make(tmp_path, levels=["O0", "O1"], dtypes=None, overwrite=True).run()
-        assert [case.dtype for case in plan.cases] == [None, expected]
-    again = make(tmp_path, levels=["O0", "O1"], dtypes=None, resume=True)
-    again.close()
-    assert again.cases == plan.cases and answers == []
-    make(tmp_path, levels=["O0"], dtypes=None, overwrite=True).close()  # needs to ask nobody
 
 
 def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
@@ -338,7 +259,7 @@ def test_an_accelerator_is_asked_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(half_dtypes, "accelerator", lambda: "cuda")
     monkeypatch.setattr(half_dtypes, "subprocess", processes)
     assert half_dtypes.measure_half_dtypes() == answer
-    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name those .* --dtypes"):
+    with pytest.raises(ValueError, match="RuntimeError: CUDA error. Name the dtypes .* --dtypes"):
         half_dtypes.measure_half_dtypes()
 
 
@@ -347,13 +268,14 @@ def test_runs_have_glibc_keep_its_memory_unless_the_user_says_otherwise(monkeypa
         environment.update(env)
         raise KeyboardInterrupt
 
-    for name in runner.KEEP_MEMORY:
+    for name in runner.MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     environment = {}
     processes = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
     monkeypatch.setattr(runner, "subprocess", processes)
+    (tmp_path / "train.py").write_text("")
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path).run()
-    expected = {**runner.KEEP_MEMORY, "MALLOC_TOP_PAD_": "1"}
+        Sweep(tmp_path / "train.py", levels=["O0"], seeds=1, out=tmp_path / "out").run()
+    expected = {**runner.MALLOC_VARIABLES, "MALLOC_TOP_PAD_": "1"}
     assert {name: environment.get(name) for name in expected} == expected

@@ -1,6 +1,5 @@
 """Rows that are not what they are called: O0 in half, or from another row's weights."""
 
-import json
 import math
 
 import pytest
@@ -10,9 +9,9 @@ from sweep_runs import INITIALIZE, TRAINING, Said, planned, written
 from ampatch.cli.main import main
 from ampatch.sweep import read_runs
 from ampatch.sweep.execution.runner import Runner
+from ampatch.sweep.report.first_loss_check import first_loss_differences
 from ampatch.sweep.report.recommendation import recommendation
-from ampatch.sweep.report.start_check import other_starts
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import Case, Trial
 
 O0, BFLOAT16, FLOAT16 = Case("O0"), Case("O1", "bfloat16"), Case("O1", "float16")
@@ -22,48 +21,38 @@ def run_of(case, first, then=(1.0,) * 30, seed=0, **kind):
     return trained(Trial(case, seed, **kind), [first, *then])
 
 
-def starts_apart(case, first, base=2.0, **options):
-    return bool(other_starts([run_of(O0, base, **options), run_of(case, first, **options)]))
+TF32, WITH_SETTING = Case("O0", tf32=True), Case("O0", settings=(("loss_scale", 2.0),))
+NEAR_ZERO, NOISY = (0.02, -0.03) * 10, (1.5, 2.1) * 10  # as a policy's loss; other noise in half
 
 
 @pytest.mark.parametrize(
-    "case, within, beyond",
+    "base, first, then, case, apart",
     [  # 32 units of roundoff: of 2**-11 and 2**-8 relative to the loss; FP32 2**-10
-        (FLOAT16, 2.0 * (1 + 31 * 2**-11), 2.0 * (1 + 34 * 2**-11)),
-        (BFLOAT16, 2.0 * (1 - 31 * 2**-8), 2.0 * (1 - 34 * 2**-8)),
-        (Case("O0", tf32=True), 2.0 * (1 + 31 * 2**-11), 2.0 * (1 + 34 * 2**-11)),
+        *((2.0, 2.0 * (1 + 31 * 2**-11), (1.0,), case, False) for case in (FLOAT16, TF32)),
+        *((2.0, 2.0 * (1 + 34 * 2**-11), (1.0,), case, True) for case in (FLOAT16, TF32)),
+        (2.0, 2.0 * (1 - 31 * 2**-8), (1.0,), BFLOAT16, False),
+        (2.0, 2.0 * (1 - 34 * 2**-8), (1.0,), BFLOAT16, True),
+        (1e-9, 1e-3, NEAR_ZERO, BFLOAT16, False),
+        (1e-9, 1e-3, (1e-3,) * 20, BFLOAT16, True),
+        (2.0, 1.6, NOISY, BFLOAT16, False),
+        (2.0, 1.2, NOISY, BFLOAT16, True),
+        (2.0, 1.6, NOISY, WITH_SETTING, True),
+        *((2.0, lost, (1.0,), FLOAT16, False) for lost in (math.nan, math.inf)),  # an overflow
+        *((lost, 2.0, (1.0,), FLOAT16, False) for lost in (math.nan, math.inf)),
     ],
 )
-def test_half_may_round_and_no_more(case, within, beyond):
-    assert not starts_apart(case, within)
-    assert starts_apart(case, beyond)
+def test_half_may_round_and_no_more(base, first, then, case, apart):
+    """A loss is measured by its later size, and by how much it differs from step to step."""
+    runs = [run_of(O0, base, then=then * 30), run_of(case, first, then=then * 30)]
+    assert bool(first_loss_differences(runs)) == apart
 
 
 def test_the_second_o0_is_compared_too():
     again = run_of(O0, 2.003, short=True, again=True)
-    [(run, _said)] = other_starts([run_of(O0, 2.0), again])
+    [(run, _said)] = first_loss_differences([run_of(O0, 2.0), again])
     assert run is again
-    assert not other_starts([run_of(O0, 2.0), run_of(O0, 2.001, short=True, again=True)])
-    assert not other_starts([run_of(O0, 2.0), run_of(O0, 3.0, seed=1)])  # another seed
-
-
-def test_a_loss_that_begins_near_zero_is_measured_by_its_later_size():
-    """As a policy's first loss, or that of a critic."""
-    assert not starts_apart(BFLOAT16, 1e-3, base=1e-9, then=(0.02, -0.03) * 10)
-    assert starts_apart(BFLOAT16, 1e-3, base=1e-9, then=(1e-3,) * 20)
-
-
-def test_a_loss_that_differs_from_step_to_step_may_differ_in_half_too():
-    """Noise drawn in half may be other noise."""
-    assert not starts_apart(BFLOAT16, 1.6, then=(1.5, 2.1) * 10)
-    assert starts_apart(BFLOAT16, 1.2, then=(1.5, 2.1) * 10)
-    assert starts_apart(Case("O0", settings=(("loss_scale", 2.0),)), 1.6, then=(1.5, 2.1) * 10)
-
-
-@pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_an_overflow_is_no_other_start(lost):
-    assert not starts_apart(FLOAT16, lost)
-    assert not starts_apart(FLOAT16, 2.0, base=lost)
+    assert not first_loss_differences([run_of(O0, 2.0), run_of(O0, 2.001, short=True, again=True)])
+    assert not first_loss_differences([run_of(O0, 2.0), run_of(O0, 3.0, seed=1)])  # another seed
 
 
 def test_losses_behind_a_step_say_nothing_of_the_start():
@@ -71,11 +60,11 @@ def test_losses_behind_a_step_say_nothing_of_the_start():
     base, row = run_of(O0, 2.0), run_of(FLOAT16, 0.7)
     of_base, of_row = base.measured.losses, row.measured.losses
     of_row["1"] = of_row.pop("0")
-    assert not other_starts([base, row])
+    assert not first_loss_differences([base, row])
     of_base["1"] = of_base.pop("0")
-    assert other_starts([base, row])
+    assert first_loss_differences([base, row])
     of_base["1"].steps = of_row["1"].steps = list(range(1, 32))
-    assert not other_starts([base, row])
+    assert not first_loss_differences([base, row])
 
 
 def test_nothing_is_recommended_where_a_row_starts_elsewhere():
@@ -88,6 +77,19 @@ def test_nothing_is_recommended_where_a_row_starts_elsewhere():
     assert recommendation(rows).startswith("None")
 
 
+def test_weights_from_another_rows_file_are_said_once(tmp_path, monkeypatch):
+    first = {"O0": 2.0, "O1": 0.5}
+    monkeypatch.setattr(
+        Runner, "run", lambda runner, trial, *_: run_of(trial.case, first[trial.case.opt_level])
+    )
+    sweep, said = planned(tmp_path, "", levels=["O0", "O1"], autocast=False), Said()
+    sweep.run(said)
+    assert sweep.results.recommendation.startswith("None: the rows do not start alike")
+    assert "TRIAL_DIR" not in sweep.results.recommendation
+    [text] = [text for text in said.events if "AMPATCH_TRIAL_DIR" in text]
+    assert text in sweep.results.notes
+
+
 def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
     """As where gradients come by torch.autograd.grad: nothing can be judged by the loss."""
     monkeypatch.setattr(Runner, "run", lambda runner, trial, *_: trained(trial))
@@ -97,38 +99,6 @@ def test_steps_without_a_loss_are_said_once(tmp_path, monkeypatch):
     assert text in sweep.results.notes
     for remedy in ("--metric", "ampatch.log_metrics(loss=...)"):
         assert remedy in text
-
-
-# Real scripts
-
-
-def swept(folder, monkeypatch, body, *options):
-    """Run `ampatch sweep` in `folder`; returns the folder of its results."""
-    written(folder, TRAINING, INITIALIZE, body)
-    monkeypatch.chdir(folder)
-    fixed = ["--dtypes", "bfloat16", "--rounds", "1", "--no-autocast", "--out", "results"]
-    assert main(["sweep", "train.py", "--levels", "O0,O1", *fixed, *options]) == 0
-    return folder / "results"
-
-
-@pytest.mark.usefixtures("warm_trials")
-@pytest.mark.slow
-def test_a_script_that_goes_on_from_its_own_file(tmp_path, monkeypatch, capsys):
-    body = """
-        if os.path.exists("w.pt"):
-            model.load_state_dict(torch.load("w.pt"))
-        for _ in range(30):
-            step()
-        torch.save(model.state_dict(), "w.pt")
-    """
-    results = swept(tmp_path, monkeypatch, body, "--seeds", "2")
-    shown = capsys.readouterr()
-    recommended = shown.out.partition("Recommendation: ")[2]
-    assert recommended.startswith("None: the rows do not start alike")
-    assert shown.err.count("AMPATCH_TRIAL_DIR") == 1 and "TRIAL_DIR" not in shown.out
-    for name in ("report.html", "summary.md"):
-        assert "AMPATCH_TRIAL_DIR" in (results / name).read_text().replace("\\", "")
-    assert "first loss" in json.loads((results / "summary.json").read_text())["rows"][1]["verdict"]
 
 
 @pytest.mark.usefixtures("warm_trials")
@@ -162,7 +132,11 @@ def test_o0_is_fp32_where_the_script_enters_autocast(tmp_path, monkeypatch, caps
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 step()
     """
-    results = swept(tmp_path, monkeypatch, body)
+    written(tmp_path, TRAINING, INITIALIZE, body)
+    monkeypatch.chdir(tmp_path)
+    words = "--levels O0,O1 --dtypes bfloat16 --rounds 1 --no-autocast --out results".split()
+    assert main(["sweep", "train.py", *words]) == 0
+    results = tmp_path / "results"
     base, other = (next(read_runs(results, label)).measured for label in ("O0", "O1-bfloat16"))
     assert base.metrics["halves"].values == [0] and base.metrics["kinds"].values == [1]
     assert other.metrics["halves"].values == [1] and not other.autocast_off

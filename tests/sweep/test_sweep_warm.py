@@ -7,9 +7,11 @@ import pytest
 from sweep_runs import INITIALIZE, TRAINING, is_alive, written
 from warm_python import environment, python
 
-from ampatch.sweep.execution import warm
+from ampatch.sweep.execution import warm_starts
 
-pytestmark = pytest.mark.skipif(not warm.IS_POSSIBLE, reason="trials are forked on Linux alone")
+pytestmark = pytest.mark.skipif(
+    not warm_starts.IS_POSSIBLE, reason="trials are forked on Linux alone"
+)
 
 SCRIPT = """
     import sys
@@ -159,9 +161,9 @@ def test_trials_start_cold_where_a_fork_would_differ(said, tmp_path):
     variables = {"OF_LIBRARY": "yes", **({"VARIABLE": "of script"} if "VARIABLE" in said else {})}
     code = f"""if True:
         import sys
-        from ampatch.sweep.execution import seeding, server
+        from ampatch.sweep.execution import fork_server, seeding
         seeding.seed_everything(0)
-        obstacle = server.obstacle(["broken", "library", "of_the_script"], {variables})
+        obstacle = fork_server.import_modules(["broken", "library", "of_the_script"], {variables})
         print(repr(obstacle), seeding.words_drawn(), "")
         print("library" in sys.modules, "broken" in sys.modules, "beside" in sys.modules)
     """

@@ -5,14 +5,16 @@ Whatever runs the trials, the figures of accuracy are the same to the bit.
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from ranks import slow
 from sweep_runs import is_alive, started, wait_until, written
 
-from ampatch.sweep import Sweep, read_runs
+from ampatch.sweep import Sweep, read_results, read_runs
 
 with contextlib.suppress(ImportError):
     import ray  # noqa: F401  (it derives from subprocess.Popen, which `warm_trials` replaces)
@@ -86,7 +88,9 @@ def test_side_by_side_gives_the_same_and_says_what_was_timed_alone(tmp_path, one
     assert sweep.rows[1].speeds.n == 2
     assert "of the 6 of 8 runs that ran alone" in sweep.results.notes[0]
     sweep.runs[:] = [run for run in sweep.runs if not run.alone]
-    assert sweep.results.notes[0] == "No run ran alone on its device: no step time, no speed."
+    assert sweep.results.notes[0] == (
+        "No run had its device to itself, so there is no step time and no speed."
+    )
 
 
 RAY = {"engine": "ray", "cpus_per_trial": 1}
@@ -188,38 +192,34 @@ def test_ranks_that_end_well_and_whose_probe_knows_that_the_first_writes(tmp_pat
     assert "rank 0\n" in log and "rank 1\n" not in log
 
 
-# The end of a sweep: test_sweep.py has the same on this machine
-
+# The end of a sweep: tests/cli/test_endings.py has what is said for each signal
 
 STUBBORN = """
-    import os, signal, sys, time
+    import ctypes, os, signal, subprocess, sys, time
+    workers = [subprocess.Popen(["sleep", "600"]) for _ in sys.argv[2:]]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     path = os.path.join(sys.argv[1], os.environ.get("RANK", "0") + ".pid")
     with open(path + ".part", "w") as file:
-        file.write(str(os.getpid()))
+        print(os.getpid(), *[worker.pid for worker in workers], file=file)
     os.rename(path + ".part", path)
     while True:
-        time.sleep(600)
+        ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock, so no thread of it runs
 """
 
 
-def start_stubborn(folder, *options):
-    """A sweep of a script that ignores SIGTERM, in its own process; and the script's pids."""
-    sweep = started(folder, STUBBORN, *options, "--levels", "O0", "--", str(folder))
-    ranks = 2 if "--nproc-per-node" in options else 1
-    wait_until(lambda: len(list(folder.glob("*.pid"))) == ranks)
-    return sweep, [int(path.read_text()) for path in folder.glob("*.pid")]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("interrupts", [True, False], ids=["interrupts", "kill"])
-@pytest.mark.parametrize(
-    "options", [["--engine", "ray"], ["--nproc-per-node", "2"]], ids=["ray", "torchrun"]
-)
-def test_a_second_interrupt_or_a_kill_leaves_nothing_running(options, interrupts, tmp_path):
-    if "ray" in options:
+@pytest.mark.parametrize("engine", [[], slow(["--engine", "ray"]), slow(["--nproc-per-node", "2"])])
+def test_a_second_interrupt_or_a_kill_leaves_nothing_running(engine, interrupts, tmp_path):
+    """Of a script that ignores SIGTERM; here, of its worker too."""
+    if "ray" in engine:
         pytest.importorskip("ray")
-    sweep, children = start_stubborn(tmp_path, *options)
+    options = [*engine, "--dtypes", "bfloat16", "--rounds", "1"]
+    arguments = [str(tmp_path), *([] if engine else ["with a worker"])]
+    sweep = started(tmp_path, STUBBORN, *options, "--", *arguments)
+    count = 2 if "--nproc-per-node" in engine else 1
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == count)
+    children = [int(pid) for path in tmp_path.glob("*.pid") for pid in path.read_text().split()]
+    assert all(map(is_alive, children)) and len(children) == (count if engine else 2)
     if interrupts:
         sweep.send_signal(signal.SIGINT)
         time.sleep(1)
@@ -227,5 +227,17 @@ def test_a_second_interrupt_or_a_kill_leaves_nothing_running(options, interrupts
     else:
         sweep.kill()
     _out, err = sweep.communicate(timeout=60)
-    assert not interrupts or (sweep.returncode in (130, -signal.SIGINT) and "Interrupted" in err)
     wait_until(lambda: not any(map(is_alive, children)))
+    assert not interrupts or (sweep.returncode in (130, -signal.SIGINT) and "Interrupted" in err)
+    if engine:
+        return
+    if interrupts:
+        assert sweep.returncode == 130 and "Traceback" not in err
+        assert "Runs that have ended: 0." in err
+        dashes = sweep.args.index("--")
+        goes_on = [*sweep.args[1:dashes], "--resume", *sweep.args[dashes:]]
+        assert shlex.split(err.partition("To go on: ")[2].partition("\n")[0])[1:] == goes_on
+    assert read_results(tmp_path / "out").complete is False
+    plan = Sweep(tmp_path / "train.py", out=tmp_path / "out", resume=True)
+    plan.close()  # the lock has died with its holder
+    assert plan.runs == []

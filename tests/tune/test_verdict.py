@@ -6,7 +6,7 @@ import pytest
 from sweep_made import trained
 
 from ampatch.sweep.report.margin import Margin
-from ampatch.sweep.report.summary import summarize
+from ampatch.sweep.report.rows import summarize
 from ampatch.sweep.trial import BASE, Case, Trial
 from ampatch.tune.verdict import TuneError, failure_reason, passes, row_of
 

@@ -3,13 +3,13 @@
 `install` replaces `initialize` and `scale_loss` in the package `ampatch`.  A script that uses
 ampatch or `from apex import amp` then runs, unedited, like one for PyTorch's own mixed precision:
 
-* each model's forward runs under `torch.autocast`, and its floating outputs are FP32 afterwards.
-  Weights stay FP32.  Code outside a model's forward does not run in half;
-* one `GradScaler` with its defaults scales all losses.  It is off in bfloat16, unless the script
-  says `loss_scale="dynamic"`.  A static loss scale of the script is ignored;
-* `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be clipped;
-  `optimizer.step()` goes through `GradScaler.step`, and `update` follows when every optimizer
-  whose loss was scaled has stepped.
+* Each model's forward runs under `torch.autocast`, and its floating outputs are FP32 afterwards.
+  Weights stay FP32.  Code outside a model's forward does not run in half.
+* One `GradScaler` with its defaults scales all losses.  It is off in bfloat16, unless the script
+  sets `loss_scale="dynamic"`.  A static loss scale of the script is ignored.
+* `scale_loss` scales, and on its exit calls `unscale_`, so that gradients can be clipped.
+  `optimizer.step()` calls `GradScaler.step`, and `update` follows when every optimizer whose loss
+  was scaled has stepped.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class AutocastBaseline:
         self._enabled = False
         self._scaled: dict[int, Any] = {}  # optimizers by id, from scale_loss to their step
         self._unscaled: set[int] = set()  # ids in `_scaled` whose gradients are unscaled
-        self._stepped: set[int] = set()  # since the scaler's last update
-        self._last_skipped: dict[int, Any] = {}
+        self._stepped: set[int] = set()  # ids of optimizers stepped since the scaler's last update
+        self._last_skipped: dict[int, Any] = {}  # whether the last step was skipped, by id
         self._initialize = ampatch.initialize
         self._unscaled_losses = PlainTraining(recorder, "")
 
@@ -61,7 +61,7 @@ class AutocastBaseline:
                 if getattr(module, name, None) is original:
                     setattr(module, name, getattr(self, name))
 
-    # The functions that the script calls
+    # Replacements of public functions
 
     def initialize(self, *args: Any, **kwargs: Any) -> Any:
         """Like `ampatch.initialize`, which opens a disabled session here."""
@@ -71,7 +71,7 @@ class AutocastBaseline:
         result = self._initialize(**arguments)
         if bound.arguments["enabled"]:
             models, optimizers = arguments["models"], arguments["optimizers"]
-            self._start(_listed(models), _listed(optimizers), bound.arguments)
+            self._start(_as_list(models), _as_list(optimizers), bound.arguments)
         return result
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,16 +86,16 @@ class AutocastBaseline:
             yield loss
             return
         self._update_after_step()
-        listed = _listed(optimizers)
+        optimizers = _as_list(optimizers)
         self._unscaled_losses.mute()
         self._recorder.on_loss(loss, loss_id)
-        for optimizer in listed:
+        for optimizer in optimizers:
             self._scale_again(optimizer)
         scaled = self._scaler.scale(loss)
         unit = torch.ones((), device=loss.device)  # reading the scale would wait for the device
         self._recorder.on_scale(self._scaler.scale(unit), loss_id)
         yield scaled
-        for optimizer in listed:
+        for optimizer in optimizers:
             self._scaled[id(optimizer)] = optimizer
             if not kwargs.get("delay_unscale", args[1] if len(args) > 1 else False):
                 self._unscale(optimizer)
@@ -103,22 +103,20 @@ class AutocastBaseline:
     def step_was_skipped(self, optimizer: Any) -> bool:
         return bool(self._last_skipped.get(id(optimizer), False))
 
-    # Starting, stepping, scaling
-
     def _start(self, models: list[Any], optimizers: list[Any], arguments: dict[str, Any]) -> None:
         self._enabled = True
         self._device = next(
-            (parameter.device.type for model in models for parameter in model.parameters()), "cpu"
+            (param.device.type for model in models for param in model.parameters()), "cpu"
         )
-        scaling = self._dtype is torch.float16 or arguments["loss_scale"] == "dynamic"
+        has_scaler = self._dtype is torch.float16 or arguments["loss_scale"] == "dynamic"
         settings = {name: arguments[name] for name in _SCALER_SETTINGS}
-        self._scaler = torch.amp.GradScaler(self._device, enabled=scaling, **settings)
+        self._scaler = torch.amp.GradScaler(self._device, enabled=has_scaler, **settings)
         for model in models:
             put_under_autocast(model, self._device, self._dtype)
         for optimizer in optimizers:
             self._replace_step(optimizer)
         self._recorder.on_training_without_ampatch(
-            "autocast", {"dtype": str(self._dtype), "grad_scaler": str(scaling), **settings}
+            "autocast", {"dtype": str(self._dtype), "grad_scaler": str(has_scaler), **settings}
         )
 
     def _replace_step(self, optimizer: Any) -> None:
@@ -145,10 +143,10 @@ class AutocastBaseline:
     def _step(self, optimizer: Any, original: Callable, args: tuple, kwargs: dict) -> Any:
         scaled = self._scaled.pop(id(optimizer), None) is not None
         self._unscaled.discard(id(optimizer))
-        closure = any(map(callable, [*args, *kwargs.values()]))
-        if closure and self._scaler.is_enabled():
+        has_closure = any(map(callable, [*args, *kwargs.values()]))
+        if has_closure and self._scaler.is_enabled():
             raise AmpatchError("torch.amp.GradScaler takes no step(closure). Give --no-autocast.")
-        if not (scaled and _has_gradients(optimizer)):
+        if not (scaled and _has_grads(optimizer)):
             forget_unscaling(self._scaler, optimizer)
             return original(*args, **kwargs)
         if self._scaler.is_enabled():
@@ -166,52 +164,52 @@ class AutocastBaseline:
             self._stepped.clear()
 
     def _unscale(self, optimizer: Any) -> None:
-        if self._scaler.is_enabled() and _has_gradients(optimizer):
+        if self._scaler.is_enabled() and _has_grads(optimizer):
             self._scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def _scale_again(self, optimizer: Any) -> None:
-        """For accumulation: multiply unscaled gradients by the scale again.
+        """Multiply unscaled gradients by the scale again, for gradient accumulation.
 
-        An overflow that was found before is still in the gradients.  GradScaler refuses a second
+        An earlier overflow is still visible in the gradients.  GradScaler refuses a second
         `unscale_` before the step unless it forgets the first.
         """
         if id(optimizer) not in self._unscaled:
             return
         self._unscaled.discard(id(optimizer))
         forget_unscaling(self._scaler, optimizer)
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                parameter.grad = self._scaler.scale(parameter.grad)
+        for param in _params(optimizer):
+            if param.grad is not None:
+                param.grad = self._scaler.scale(param.grad)
 
 
 def put_under_autocast(model: nn.Module, device: str, dtype: torch.dtype) -> None:
     """Run the model's forward under autocast, by hooks; its floating outputs become FP32."""
-    running: list[Any] = []
+    entered: list[Any] = []  # regions of forwards that are running
 
     def enter(module: nn.Module, args: Any) -> None:
-        context = torch.autocast(device, dtype=dtype)
-        context.__enter__()
-        running.append(context)
+        region = torch.autocast(device, dtype=dtype)
+        region.__enter__()
+        entered.append(region)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        running.pop().__exit__(None, None, None)
+        entered.pop().__exit__(None, None, None)
         return map_tensors(output, lambda x: x.float() if x.dtype in _HALVES else x)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
+def _params(optimizer: Any) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _has_gradients(optimizer: Any) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+def _has_grads(optimizer: Any) -> bool:
+    return any(param.grad is not None for param in _params(optimizer))
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

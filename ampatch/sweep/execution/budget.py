@@ -1,11 +1,11 @@
-"""How much of a sweep fits its budget: the estimated times, and the best size of plan that fits.
+"""Estimates how long the trials of a sweep take, and chooses the size of plan that fits the budget.
 
-A plan has a size: its seeds and its rounds of timing.  `wanted` is the size without a time limit,
-`chosen` the one that fits the budget; `sizes` lists what is given up, in order.
+The size of a plan is its number of seeds and of rounds of timing.  `wanted` is the size without a
+time limit, `chosen` the one that fits the budget; `sizes` lists what is given up, in order.
 
-Times are estimated from the first whole run of O0 and the measured speed of each half dtype, until
-the row itself has run.  The size is chosen anew after each run, so a wrong estimate costs one run.
-The records alone decide: a resumed sweep chooses the same.
+Until a row itself has run, its times are estimated from the first full run of O0 and the measured
+speed of each half dtype.  The size is chosen anew after each run, so a wrong estimate costs one
+run.  The choice depends only on the runs that have ended, so a resumed sweep chooses the same.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.sweep.measure.record import Run
-from ampatch.sweep.plan import trials
-from ampatch.sweep.report.figures import NO_STEP, OK, status, step_ms
-from ampatch.sweep.report.numbers import counted
-from ampatch.sweep.report.paired import TESTED
+from ampatch.sweep.cases_and_trials import trials
+from ampatch.sweep.measure.run_record import Run
+from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
+from ampatch.sweep.report.run_figures import NO_STEP, OK, status, step_ms
 from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
-FEWEST_ROUNDS = 2  # with fewer no speed can be told from O0's
-SHORT_RUN_SECONDS = 3.0  # of training; a short run only measures time
-MIN_SHORT_STEPS = 24  # in a short run; a quarter is the warm-up
-MIN_TIMED_STEPS = 6  # if only O0 has a whole run: the first step has no time, the second warms up
-_USABLE = 0.95  # share of the budget for runs; the rest passes between them
-_THIRD_SEED_OVERRUN = 1.25  # after two seeds three are run within this factor of the budget
-_SMALLEST_OVERRUN = 1.1  # a size that takes up to this factor of the smallest size always fits
+MIN_ROUNDS = 2  # with one round no speed can be told from O0's
+SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
+MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
+MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; the first two do not count
+_USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
+_THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
+_SMALLEST_OVERRUN = 1.1  # a size is accepted if it takes this factor of the smallest size's time
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
-    """How many steps a short run takes, from the first good whole run of O0; None before it."""
+    """Steps of a short run, from the first good full run of O0; None before there is one."""
     for run in runs:
         if run.case == BASE and not run.trial.short and status(run) == OK:
             ms = step_ms(run.measured)
@@ -46,9 +45,9 @@ def short_steps(runs: Iterable[Run]) -> int | None:
 
 
 def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
-    """Whether a trial is to run, or failed runs have made it useless.
+    """Whether a trial should run; False if failed runs have made it useless.
 
-    A short run is useless after a failed run of its row or of O0.  A whole run is useless after a
+    A short run is useless after a failed run of its row or of O0.  A full run is useless after a
     failed short run of its row, or a run without a step (with `fail_fast`: after any failed run).
     """
     cases = (trial.case, BASE) if trial.short else (trial.case,)
@@ -62,10 +61,10 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class PlanSize:
-    """The seeds of each row and the rounds of timing.  With `seeds` 0 only O0 has a whole run.
+    """The number of seeds of each row, and of rounds of timing.
 
-    With `all_rows` False O3 is left out where two other rows run.  `again`: O0 runs twice in a
-    round.
+    With `seeds=0` only O0 has a full run.  With `all_rows=False`, O3 is left out if at least two
+    other rows remain.  With `again` O0 runs twice in a round.
     """
 
     seeds: int
@@ -73,73 +72,77 @@ class PlanSize:
     all_rows: bool = True
     again: bool = True
 
-    def rows(self, rows: Sequence[Case]) -> Sequence[Case]:
-        """Those of `rows` that run."""
-        without_o3 = [row for row in rows if row.opt_level != "O3"]
-        return rows if self.all_rows or len(without_o3) < 2 else without_o3
+    def included(self, cases: Sequence[Case]) -> Sequence[Case]:
+        """The cases that run."""
+        without_o3 = [case for case in cases if case.opt_level != "O3"]
+        return cases if self.all_rows or len(without_o3) < 2 else without_o3
 
     def trials(
-        self, rows: Sequence[Case], ended: Collection[Trial] = (), **others: Any
+        self, cases: Sequence[Case], ended: Collection[Trial] = (), **options: Any
     ) -> list[Trial]:
-        """The trials in order, without a second run of O0 in rounds that ended without it."""
-        planned = trials(self.rows(rows), self.seeds, self.rounds, again=self.again, **others)
-        last = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
-        has_none = last > (0, 0) and not any(trial.again for trial in ended)
-        too_late = {
+        """The trials in order, with the `options` of `cases_and_trials.trials`.
+
+        A round that has already ended without a second run of O0 gets none.
+        """
+        planned = trials(self.included(cases), self.seeds, self.rounds, again=self.again, **options)
+        last_round = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
+        lacks_second_base_runs = last_round > (0, 0) and not any(trial.again for trial in ended)
+        obsolete = {
             trial
             for trial in planned
-            if trial.again and not trial.repeat and (has_none or trial.round < last)
+            if trial.again
+            and not trial.repeat
+            and (lacks_second_base_runs or trial.round < last_round)
         }
-        return [trial for trial in planned if trial in ended or trial not in too_late]
+        return [trial for trial in planned if trial in ended or trial not in obsolete]
 
     def tests_accuracy(self, wanted: PlanSize) -> bool:
-        """Whether it has the seeds that a verdict on accuracy needs."""
-        return self.seeds >= min(wanted.seeds, TESTED)
+        """Whether there are as many seeds as a verdict on accuracy needs."""
+        return self.seeds >= min(wanted.seeds, MIN_TEST_SEEDS)
 
 
 @dataclass(frozen=True)
 class Timings:
     """The times of ended runs in seconds, and estimates for the others."""
 
-    spent: float
-    startup: float  # of the quickest process, without its training
-    overhead: float  # of the quickest whole run, without its steps
-    whole_steps: int  # optimizer steps of a whole run
-    short_steps: int  # of a short run
-    steps: Mapping[Case, float]  # a step of each row that has run
-    whole_runs: Mapping[Case, float]  # a whole run of each row that has run
-    half_speeds: Mapping[str, float]  # of each half dtype, relative to FP32
+    spent: float  # seconds of all ended runs
+    short_run_overhead: float  # least seconds outside of the steps, of all runs
+    full_run_overhead: float  # least seconds outside of the steps, of full runs
+    full_run_steps: int  # optimizer steps of a full run
+    short_run_steps: int  # optimizer steps of a short run
+    steps: Mapping[Case, float]  # mean seconds of a step, by row
+    full_runs: Mapping[Case, float]  # mean seconds of a full run, by row
+    half_speeds: Mapping[str, float]  # speed of each half dtype, relative to FP32
     failed: Sequence[Run]
 
     @classmethod
     def of(cls, runs: Sequence[Run], half_speeds: Mapping[str, float]) -> Timings | None:
-        """None before a whole run of O0 has gone well."""
-        bases = [
-            run for run in runs if run.case == BASE and not run.trial.short and status(run) == OK
-        ]
+        """The timings of these runs; None before a full run of O0 has gone well."""
+        full_runs = [run for run in runs if not run.trial.short]
+        good = [run for run in full_runs if status(run) == OK]
+        bases = [run for run in good if run.case == BASE]
         if not bases:
             return None
         trained = [run for run in runs if run.steps]
-        good = [run for run in runs if not run.trial.short and status(run) == OK]
-        imports = bases[0].imports if len(trained) == 1 else 0.0  # later trials start warm
+        # Only the first run is sure to start cold; forked trials take no time for imports.
+        imports = bases[0].imports if len(trained) == 1 else 0.0
         return cls(
             spent=sum(run.seconds for run in runs),
-            startup=min(map(_overhead, trained)) - imports,
-            overhead=min(map(_overhead, good)) - imports,
-            whole_steps=bases[0].steps,
-            short_steps=short_steps(bases) or MIN_TIMED_STEPS,
+            short_run_overhead=min(map(_overhead, trained)) - imports,
+            full_run_overhead=min(map(_overhead, good)) - imports,
+            full_run_steps=bases[0].steps,
+            short_run_steps=short_steps(bases) or MIN_TIMED_STEPS,
             steps=_means((run.case, _step(run)) for run in trained if _step(run)),
-            whole_runs=_means(
-                (run.case, run.seconds)
-                for run in runs
-                if not run.trial.short and run is not bases[0]  # it started cold
-            ),
+            full_runs=_means((run.case, run.seconds) for run in full_runs if run is not bases[0]),
             half_speeds=half_speeds,
             failed=[run for run in runs if status(run) != OK],
         )
 
     def step_seconds(self, case: Case) -> float:
-        """A step of a row: its own, the slowest in the same dtype, or O0's by the dtype's speed."""
+        """Seconds of a step of this row, as measured.
+
+        Else those of the slowest row with its dtype; else O0's, divided by the speed of the dtype.
+        """
         same_dtype = [seconds for other, seconds in self.steps.items() if other.dtype == case.dtype]
         if same_dtype:
             return self.steps.get(case, max(same_dtype))
@@ -148,115 +151,81 @@ class Timings:
         return self.steps.get(BASE, 0.0) / speed
 
     def trial_seconds(self, trial: Trial, few_steps: bool) -> float:
-        """How long a trial will take."""
+        """How long a trial will take; with `few_steps` a short run has `MIN_TIMED_STEPS`."""
+        seconds = self.step_seconds(trial.case)
         if trial.short:
-            steps = MIN_TIMED_STEPS if few_steps else min(self.short_steps, self.whole_steps)
-            return self.startup + steps * self.step_seconds(trial.case)
-        estimate = self.overhead + self.whole_steps * self.step_seconds(trial.case)
-        return self.whole_runs.get(trial.case, estimate)
+            steps = min(self.short_run_steps, self.full_run_steps)
+            return self.short_run_overhead + seconds * (MIN_TIMED_STEPS if few_steps else steps)
+        estimate = self.full_run_overhead + seconds * self.full_run_steps
+        return self.full_runs.get(trial.case, estimate)
 
     def sweep_seconds(
-        self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]
+        self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]
     ) -> float:
-        """How long the whole sweep will take, the runs that have ended included."""
-        remaining = (trial for trial in size.trials(rows, ended) if trial not in ended)
+        """How long the whole sweep will take, including the runs that have ended."""
+        remaining = (trial for trial in size.trials(cases, ended) if trial not in ended)
         due = (trial for trial in remaining if is_due(trial, self.failed))
         return self.spent + sum(self.trial_seconds(trial, not size.seeds) for trial in due)
 
-    def budget_minutes(self, rows: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
+    def minutes_for(self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
         """The smallest budget that this size fits, in whole minutes."""
-        return math.ceil(self.sweep_seconds(rows, size, ended) / 60 / _USABLE)
+        return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE)
 
 
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     """The sizes to choose from, the best first.
 
-    What they give up, in this order: seeds beyond `TESTED`, rounds of timing, O3, the second run of
-    O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing too.
+    They give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the second run
+    of O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing.
     """
-    enough, least = min(wanted.seeds, TESTED), min(wanted.rounds, FEWEST_ROUNDS)
-    for n in range(wanted.seeds, enough - 1, -1):
-        yield PlanSize(n, wanted.rounds)
-    few = min(wanted.rounds, max(enough, least))
-    yield PlanSize(enough, few)
-    yield PlanSize(enough, few, all_rows=False)
-    if few >= TESTED:
-        yield PlanSize(enough, few, all_rows=False, again=False)
-    yield PlanSize(min(enough, 2), min(wanted.rounds, max(2, least)), all_rows=False)
-    for n in (1, 0):
-        yield PlanSize(n, wanted.rounds)
-        for rounds in range(wanted.rounds, least - 1, -1):
-            yield PlanSize(n, rounds, all_rows=False)
+    seeds_to_test, min_rounds = min(wanted.seeds, MIN_TEST_SEEDS), min(wanted.rounds, MIN_ROUNDS)
+    for seeds in range(wanted.seeds, seeds_to_test - 1, -1):
+        yield PlanSize(seeds, wanted.rounds)
+    rounds_to_test = min(wanted.rounds, max(seeds_to_test, min_rounds))
+    yield PlanSize(seeds_to_test, rounds_to_test)
+    yield PlanSize(seeds_to_test, rounds_to_test, all_rows=False)
+    if rounds_to_test >= MIN_TEST_SEEDS:
+        yield PlanSize(seeds_to_test, rounds_to_test, all_rows=False, again=False)
+    yield PlanSize(min(seeds_to_test, 2), min(wanted.rounds, max(2, min_rounds)), all_rows=False)
+    for seeds in (1, 0):
+        yield PlanSize(seeds, wanted.rounds)
+        for rounds in range(wanted.rounds, min_rounds - 1, -1):
+            yield PlanSize(seeds, rounds, all_rows=False)
 
 
 def choose_size(
-    rows: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
+    cases: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
     ended: Collection[Trial],
 ) -> PlanSize:  # fmt: skip
     """The best size that fits `minutes`, or takes hardly longer than the smallest size.
 
-    If a row other than O0 has begun a second or later seed, all rows run that seed, because half a
-    round compares nothing.  Two seeds are too few for a test.  So a third one follows, even if the
-    sweep then takes up to a quarter longer than the budget.
+    Once a row other than O0 has run with seed 1 or higher, every row runs with that seed, because
+    an incomplete round cannot be compared.  Two seeds are too few for a test, so a third follows if
+    the sweep then takes at most `_THIRD_SEED_OVERRUN` times its budget.
     """
-    whole = (trial for trial in ended if not trial.short and trial.case != BASE)
-    begun = max((trial.seed + 1 for trial in whole), default=0)
-    least = begun if begun > 1 else 0
-    possible = (dataclasses.replace(size, seeds=max(size.seeds, least)) for size in sizes(wanted))
-    times = {size: timings.sweep_seconds(rows, size, ended) for size in possible}
+    full = (trial for trial in ended if not trial.short and trial.case != BASE)
+    begun_seeds = max((trial.seed + 1 for trial in full), default=0)
+    min_seeds = begun_seeds if begun_seeds > 1 else 0
+    possible = (
+        dataclasses.replace(size, seeds=max(size.seeds, min_seeds)) for size in sizes(wanted)
+    )
+    times = {size: timings.sweep_seconds(cases, size, ended) for size in possible}
     limit = max(_USABLE * 60 * minutes, _SMALLEST_OVERRUN * min(times.values()))
     chosen = next(size for size, seconds in times.items() if seconds <= limit)
-    if least > 1 and not chosen.tests_accuracy(wanted):
-        smallest_tested = [size for size in times if size.tests_accuracy(wanted)][-1]
-        if times[smallest_tested] <= _THIRD_SEED_OVERRUN * 60 * minutes:
-            return smallest_tested
+    if min_seeds and not chosen.tests_accuracy(wanted):
+        smallest_to_test = [size for size in times if size.tests_accuracy(wanted)][-1]
+        if times[smallest_to_test] <= _THIRD_SEED_OVERRUN * 60 * minutes:
+            return smallest_to_test
     return chosen
 
 
-def size_note(rows: Sequence[Case], chosen: PlanSize, minutes: float | None, seconds: float) -> str:
-    """What is planned, and how long it takes."""
-    limit = "" if minutes is None else f" for --budget {minutes:g}"
-    seeds = counted(max(1, chosen.seeds), "seed")
-    names = ", ".join(dict.fromkeys(row.level_name for row in chosen.rows(rows)))
-    rounds = f" and {counted(chosen.rounds, 'round')} of timing"  # each seed is one, too
-    note = f"Planned{limit}: {seeds}{rounds if chosen.rounds > chosen.seeds else ''} of {names}"
-    if not chosen.seeds:
-        note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
-    note += f"; about {duration(seconds)} in all."
-    if minutes is not None and seconds > 60 * minutes:
-        note += " It takes longer than its budget: a smaller plan would tell nothing."
-    return note
-
-
-def omission_note(
-    wanted: PlanSize, chosen: PlanSize, has_o3: bool, has_again: bool, to_test: int, for_all: int
-) -> str:
-    """What a budget leaves out, and the budget that suffices for it; "" for nothing.
-
-    `to_test` are the minutes that a test of accuracy takes, `for_all` those of all that is wanted.
-    """
-    if not chosen.tests_accuracy(wanted):
-        return (
-            f"{counted(max(1, chosen.seeds), 'seed')} can show how fast the rows are; to compare "
-            f"their accuracy takes {TESTED}: --resume --budget {to_test} does both."
-        )
-    missing = {
-        "O3": not has_o3,
-        "a second timing of O0": not has_again,
-        counted(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
-        "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
-    }
-    names = ", ".join(name for name, is_missing in missing.items() if is_missing)
-    return f"Left out: {names}. --resume --budget {for_all} has all." if names else ""
-
-
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """`0:03:20`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _step(run: Run) -> float:
-    """Seconds of a step; 0 where none was timed."""
+    """Seconds of a step; 0 if none was timed."""
     return (step_ms(run.measured) or 0.0) / 1000
 
 
@@ -265,7 +234,7 @@ def _overhead(run: Run) -> float:
 
 
 def _means(pairs: Iterable[tuple[Case, float]]) -> dict[Case, float]:
-    values: dict[Case, list[float]] = {}
+    by_case: dict[Case, list[float]] = {}
     for case, value in pairs:
-        values.setdefault(case, []).append(value)
-    return {case: statistics.mean(of_case) for case, of_case in values.items()}
+        by_case.setdefault(case, []).append(value)
+    return {case: statistics.mean(values) for case, values in by_case.items()}

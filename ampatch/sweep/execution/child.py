@@ -2,10 +2,10 @@
 
     python -m ampatch.sweep.execution.child REQUEST
 
-Runs the script under a recorder and writes what was measured to the trial's record, also
-when the script crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file
-has the number of steps and the loss.  The exit code is the script's.  `Runner` makes REQUEST, in
-JSON: the runner, the trial, a pipe that closes when the sweep ends, whether to list the imports.
+Runs the script under a recorder and writes what was measured to a file, also when the script
+crashes, calls `sys.exit` or receives SIGTERM.  While it runs, another file has the number of steps
+and the loss.  The exit code is the script's.  REQUEST is JSON from `Runner`: the runner, the trial,
+the descriptor of a pipe that closes when the sweep ends, and whether to write a list of imports.
 Under torchrun only rank 0 records.
 """
 
@@ -35,6 +35,7 @@ from ampatch.launch import children
 from ampatch.launch.program import Program
 from ampatch.launch.script import Ending, describe, make_ending
 from ampatch.session.facade import OutermostForwards, open_sessions
+from ampatch.sweep.cases_and_trials import AUTOCAST, counts_its_steps
 from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
@@ -42,12 +43,11 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.execution.seeding import OwnSeeds, draw_words, seed_everything
-from ampatch.sweep.json_files import restored, write_json
+from ampatch.sweep.execution.seeding import ScriptSeeds, seed_everything, skip_random_words
+from ampatch.sweep.json_files import from_json, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Measured
 from ampatch.sweep.measure.recorder import Recorder
-from ampatch.sweep.plan import AUTOCAST, counts_its_steps
+from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 from ampatch.torch_private import late_threads
 
@@ -59,7 +59,7 @@ _GUARD = """
 import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sweep, or this process, sends SIGKILL next
 if os.fork():
-    os._exit(0)  # no longer a child of the script's process, which may wait for all of its own
+    os._exit(0)  # so the guard is no child of the script, which may wait for all its children
 os.read(0, 1)
 os.killpg(os.getpgrp(), signal.SIGKILL)
 """
@@ -67,35 +67,35 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 
 def run(request: dict[str, Any]) -> int:
     """Run the trial of this request; returns the exit code."""
-    runner, trial = restored(Runner, request["runner"]), restored(Trial, request["trial"])
+    runner, trial = from_json(Runner, request["runner"]), from_json(Trial, request["trial"])
     files = RunFiles.of(runner.directory.resolve(), trial)  # the script may change the directory
-    is_ranked = runner.processes is not None
-    rank = int(os.environ["RANK"]) if is_ranked else 0
-    _end_with_parent(request["guard"], is_ranked)
+    under_torchrun = runner.processes is not None
+    rank = int(os.environ["RANK"]) if under_torchrun else 0
+    _end_with_parent(request["guard"], under_torchrun)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    training = _Training(runner, trial.case, None if rank else files.progress)
+    training = _TrainingSetup(runner, trial.case, None if rank else files.progress)
     training.start()
     if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    draw_words(request.get("drawn", 0))  # as the imports of the server did
-    own_seeds = OwnSeeds(trial.seed, runner.override_seeds)
-    own_seeds.watch()
-    record = None if rank else _Record(files.record, training, own_seeds)
-    before = dict(os.environ)
+    skip_random_words(request.get("drawn", 0))  # as many as the server's imports drew
+    script_seeds = ScriptSeeds(trial.seed, runner.override_seeds)
+    script_seeds.watch()
+    writer = None if rank else _MeasuredWriter(files.measured, training, script_seeds)
+    environment_before = dict(os.environ)
     ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
-    if request["imports"] and not ending.exit_code:
-        imports = {"modules": _site_package_modules(), "variables": changes(before)}
-        write_json(files.imports, imports)
-    if is_ranked:
-        ranks.record_ending(ending.error)
-    if record is not None:
-        record.write(ending.error)
+    if request["list_imports"] and not ending.exit_code:
+        variables = changed_variables(environment_before)
+        write_json(files.imports, {"modules": _site_package_modules(), "variables": variables})
+    if under_torchrun:
+        ranks.write_ending(ending.error)
+    if writer is not None:
+        writer.write(ending.error)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    if is_ranked:
+    if under_torchrun:
         late_threads.let_gloo_finish()
-    # Without this C++ may abort the process at its end.
+    # Without this wait, C++ threads that still run may abort the process at exit.
     late_threads.wait_until_idle(device_figures.used_accelerators())
     return ending.exit_code
 
@@ -105,9 +105,9 @@ def _exit_by_signal(number: int, _: Any) -> None:
 
 
 def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
-    """Run the script, and ignore SIGTERM from its end until the record is written.
+    """Run the script, and ignore SIGTERM from its end until the measurements are written.
 
-    torchrun sends SIGTERM when another rank fails; rank 0 may then be writing its record.
+    torchrun sends SIGTERM when another rank fails; rank 0 may then be writing its measurements.
     """
     try:
         ending = program.run(arguments)
@@ -118,24 +118,24 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
     return ending
 
 
-class _Record:
-    """The file of what was measured, written at the script's end.
+class _MeasuredWriter:
+    """Writes what was measured to a file when the script has ended.
 
     Threads and exit handlers of the script may train or log after that.  The exit handler of this
     class was registered first, so it runs last and adds what they did.
     """
 
-    def __init__(self, path: Path, training: _Training, own_seeds: OwnSeeds) -> None:
-        self._path, self._training, self._own_seeds = path, training, own_seeds
+    def __init__(self, path: Path, training: _TrainingSetup, script_seeds: ScriptSeeds) -> None:
+        self._path, self._training, self._script_seeds = path, training, script_seeds
         self._error = ""
         self._written_notices: int | None = None  # the recorder's `notices` at the last write
         self._process = os.getpid()
         atexit.register(self._complete)
 
     def write(self, error: str) -> None:
-        """Write the record; `error` is the exception that ended the script.
+        """Write the file; `error` is the exception that ended the script.
 
-        A forked copy of the process writes nothing, because it has only a part of the training.
+        A forked copy of the process writes nothing, because it has recorded only some steps.
         """
         if os.getpid() != self._process:
             return
@@ -143,11 +143,11 @@ class _Record:
         self._error, self._written_notices = error, recorder.notices
         try:
             measured = recorder.measured()
-        except RuntimeError as failure:  # a device that has failed returns no more values
-            measured = Measured(error=describe(failure))
+        except RuntimeError as device_error:  # a device that has failed returns no more values
+            measured = Measured(error=describe(device_error))
         measured.error = error or measured.error
-        measured.own_seed = self._own_seeds.first_call
-        measured.autocast_off = self._training.off.lines
+        measured.own_seed = self._script_seeds.first_call
+        measured.autocast_off = self._training.autocast_off.lines
         measured.kind = self._training.kind()
         measured.casts_nothing = self._training.casts_nothing()
         write_json(self._path, measured)
@@ -158,23 +158,23 @@ class _Record:
             late_threads.wait_until_idle(device_figures.used_accelerators())
 
 
-class _Training:
-    """Sets the training up for the case, and connects the recorder.
+class _TrainingSetup:
+    """Prepares the process for the case, and connects the recorder.
 
     `progress` is the file for the trial's progress; None in ranks other than the first.
     """
 
     def __init__(self, runner: Runner, case: Case, progress: Path | None) -> None:
-        self._case, self._script, self._probe = case, runner.kind, runner.probe
+        self._case, self._expected_kind, self._probe = case, runner.kind, runner.probe
         self._progress = progress
-        self.off = AutocastOff()
+        self.autocast_off = AutocastOff()
         steps = None if counts_its_steps(runner.arguments) else runner.steps
         self.recorder = Recorder(self._report, steps)
         self._recognition: Recognition | None = None
         self._forwards: OutermostForwards | None = None
 
     def kind(self) -> Kind:
-        """The kind of the script, where this run recognizes it."""
+        """The kind of the script, if this run recognizes it."""
         return UNKNOWN if self._recognition is None else self._recognition.kind
 
     def casts_nothing(self) -> bool:
@@ -182,38 +182,38 @@ class _Training:
         return self._forwards is not None and not self._forwards.has_cast
 
     def start(self) -> None:
-        """Set up what the case asks for, and connect the recorder."""
-        case, script = self._case, self._script
+        """Install what the case needs, and connect the recorder."""
+        case, kind = self._case, self._expected_kind
         if case.engine == AUTOCAST:  # before an apex package copies the public functions
             AutocastBaseline(getattr(torch, case.dtype), self.recorder).install()
         if case.engine == AS_IT_IS:
             children.start(False)
-            plain = PlainTraining(self.recorder, AUTOCAST)
-            plain.start()
-            framework_patches.wrap_backward(plain.framework_backward)
+            training = PlainTraining(self.recorder, AUTOCAST)
+            training.start()
+            framework_patches.wrap_backward(training.framework_backward)
             return
         is_base = case.opt_level == BASE.opt_level
-        automatic = script.is_plain and not is_base
-        if is_base or script.lacks_initialize:
-            self.off.install()
-        children.start(automatic)
+        is_automatic = kind.is_plain and not is_base
+        if is_base or kind.lacks_initialize:
+            self.autocast_off.install()
+        children.start(is_automatic)
         if self._probe is not None:
             name, text = self._probe
-            importlib.import_module(name).start(text, self.off, self._progress is not None)
-        if is_base and not (self._probe and script):
-            self._recognition = Recognition(self.recorder, self.off)
+            importlib.import_module(name).start(text, self.autocast_off, self._progress is not None)
+        if is_base and not (self._probe and kind):
+            self._recognition = Recognition(self.recorder, self.autocast_off)
             self._recognition.start()
-        elif automatic:
+        elif is_automatic:
             watch_automatic(self.recorder, environment.read())
             self._forwards = open_sessions()[-1].forwards
         else:
             ampatch.observe(self.recorder)
-            if case.engine != AUTOCAST:  # which does so by itself
+            if case.engine != AUTOCAST:  # `AutocastBaseline` reports unscaled losses itself
                 watch_unscaled(self.recorder)
             if "eps" in dict(case.settings):
                 ampatch.observe(_SmallestEps(dict(case.settings)["eps"]))
-            if script.name == FRAMEWORK:
-                framework_patches.install_integration(script.framework)
+            if kind.name == FRAMEWORK:
+                framework_patches.install_integration(kind.framework)
             _end_without_initialize()
 
     def _report(self, steps: int, loss: float | None) -> None:
@@ -222,7 +222,7 @@ class _Training:
 
 
 class _SmallestEps:
-    """An observer that raises an eps below `smallest` to it, before each optimizer step."""
+    """An observer that raises every eps to at least `smallest` before each optimizer step."""
 
     def __init__(self, smallest: float) -> None:
         self._smallest = smallest
@@ -234,7 +234,7 @@ class _SmallestEps:
 
 
 def _end_without_initialize() -> None:
-    """End the script at an optimizer step before any `initialize`."""
+    """End the script if it steps an optimizer before it calls `initialize`."""
 
     def end(*_: Any) -> None:
         raise SystemExit(0)
@@ -243,8 +243,8 @@ def _end_without_initialize() -> None:
     ampatch.observe(SimpleNamespace(on_initialize=lambda properties: hook.remove()))
 
 
-def changes(before: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are new, or have another value than `before`."""
+def changed_variables(before: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that are new, or have another value than `before`."""
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
@@ -258,15 +258,15 @@ def _site_package_modules() -> list[str]:
     ]
 
 
-def _end_with_parent(pipe: int | None, is_ranked: bool) -> None:
+def _end_with_parent(pipe: int | None, under_torchrun: bool) -> None:
     """Have this process and its children killed when the sweep's process has ended.
 
-    Another process of the same group waits for the pipe to close.  A thread cannot do
-    that: C code may hold the interpreter's lock for any time.
+    A guard process of the same group waits for the pipe to close.  A thread cannot do that, because
+    C code may hold the interpreter's lock for any time.
     """
     if pipe is None:
         return
-    if is_ranked:  # torchrun passes no open files on
+    if under_torchrun:  # torchrun passes no open files on
         pipe = os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
     subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
     os.close(pipe)

@@ -1,4 +1,4 @@
-"""The runs of a sweep that have ended, and the results that its files show."""
+"""The runs of a sweep that have ended, and the results that are written to its files."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ from ampatch.launch.program import Program
 from ampatch.sweep.execution import notes
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.directory import Directory
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.measure import machine
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.provenance import machine_state
 from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.result_files import write_files
 from ampatch.sweep.report.results import Results
-from ampatch.sweep.report.summary import summarize
-from ampatch.sweep.report.summary_files import write_files
+from ampatch.sweep.report.rows import summarize
 
 
 class CollectedRuns:
     """The `runs` that have ended, in the order of the plan, and their results."""
 
     def __init__(
-        self,
-        program: Program,
-        arguments: Sequence[str],
-        options: SweepOptions,
-        recorded: dict[str, Any],
-        plan: Plan,
-        directory: Directory,
-    ) -> None:
+        self, program: Program, arguments: Sequence[str], options: SweepOptions,
+        recorded: dict[str, Any], plan: Plan, directory: Directory,
+    ) -> None:  # fmt: skip
         self.runs: list[Run] = []
         self._script, self._arguments = str(program), list(arguments)
         self._options, self._recorded, self._margin = options, recorded, Margin.of(options.margin)
@@ -51,20 +46,21 @@ class CollectedRuns:
 
     def add(self, run: Run) -> list[str]:
         """Add a run, update the plan and write the files; returns the notes that are new."""
-        known = self._script_notes().keys()
+        earlier_subjects = self._script_notes().keys()
         self.runs.append(run)
-        self.runs.sort(key=lambda run: self._plan.order[run.trial])  # they may end in any order
-        planned = [self._plan.size_note()] if self._plan.replan(self.runs) else []
+        self.runs.sort(key=lambda run: self._plan.order[run.trial])  # runs end in any order
+        size_note = self._plan.size_note() if self._plan.replan(self.runs) else ""
         self.write()
-        new = [note for about, note in self._script_notes().items() if about not in known]
-        return [*new, *filter(None, planned)]
+        notes_now = self._script_notes()
+        new = [note for subject, note in notes_now.items() if subject not in earlier_subjects]
+        return [*new, size_note] if size_note else new
 
     @property
     def planned(self) -> int:
-        """How many runs there will be, with those that have ended."""
-        done, fail_fast = {run.trial for run in self.runs}, self._options.fail_fast
+        """The number of runs that have ended or will run."""
+        ended, fail_fast = {run.trial for run in self.runs}, self._options.fail_fast
         trials = self._plan.trials
-        return sum(trial in done or is_due(trial, self.runs, fail_fast) for trial in trials)
+        return sum(trial in ended or is_due(trial, self.runs, fail_fast) for trial in trials)
 
     def write(self) -> None:
         write_files(self._directory.path, self.results())
@@ -73,33 +69,25 @@ class CollectedRuns:
         runs, options, plan = self.runs, self._options, self._plan
         rows = summarize(runs, options.judge, options.better, self._margin)
         self._stems |= dict.fromkeys(trial.file_stem for trial in plan.possible)
-        trouble = notes.baseline_trouble(self._script, plan.kind)
-        all_notes = [  # what matters most comes first
+        all_notes = [  # the most important notes come first
             *self._script_notes().values(),
             notes.tune_note(self._script, self._arguments, options, plan, rows),
-            *notes.other_notes(options, plan, runs, rows, len(runs) == self.planned),
+            *notes.measurement_notes(options, plan, runs, rows, len(runs) == self.planned),
         ]
         return Results(
-            script=self._script,
-            arguments=self._arguments,
-            started=self._started,
-            planned=self.planned,
-            settings=self._directory.settings,
-            versions=machine.versions(),
+            script=self._script, arguments=self._arguments, started=self._started,
+            planned=self.planned, settings=self._directory.settings, versions=machine.versions(),
             machine={
                 **({"script": plan.kind.description()} if plan.kind else {}),
                 **machine_state(runs),
             },
-            rows=rows,
-            done=len(runs),
-            recommendation=trouble or recommendation(rows, plan.kind, plan.resume_options()),
+            rows=rows, done=len(runs),
+            recommendation=notes.half_baseline_recommendation(self._script, plan.kind)
+            or recommendation(rows, plan.kind, plan.resume_options()),
             notes=[note for note in all_notes if note],
-            provenance={**self._provenance, **machine.devices(runs)},
-            plan=plan.to_resume(),
-            options=self._recorded,
-            trials=list(self._stems),
-            files=[*options.files],
-        )
+            provenance={**self._provenance, **machine.devices(runs)}, plan=plan.resume_record(),
+            options=self._recorded, trials=list(self._stems), files=[*options.files],
+        )  # fmt: skip
 
     def _script_notes(self) -> dict[str, str]:
         sweep = self._script, self._arguments, self._options, self._plan, self.runs

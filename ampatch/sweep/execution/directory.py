@@ -1,8 +1,8 @@
 """The directory of a sweep, in which only one sweep runs at a time.
 
-It is locked while a sweep runs.  It belongs to the sweep whose record, `summary.json`, is in it:
+It is locked while a sweep runs.  It belongs to the sweep whose results, `summary.json`, are in it:
 only that sweep continues in it (`resume`), and another replaces it only on request (`overwrite`).
-Only what the record names is ever deleted, and a folder with files and without a record is refused.
+Only files that the results name are ever deleted.  A folder with files but no results is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.json_files import plain
-from ampatch.sweep.measure.record import Run, read_run
+from ampatch.sweep.json_files import to_json
+from ampatch.sweep.measure.run_record import Run, read_run
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.numbers import setting_text
 from ampatch.sweep.report.results import (
-    DRAWN,
     EVENTS,
+    PICTURE_FILES,
     REPORT,
     RUNS,
     SUMMARY,
@@ -35,8 +35,8 @@ from ampatch.sweep.report.results import (
 )
 from ampatch.sweep.trial import Trial
 
-DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # holds the script's own directory
-MAY_GROW = ("rounds", "seeds", "rows", "dtypes")  # a resumed sweep may have more of these
+DIRECTORY_VARIABLE = "AMPATCH_TRIAL_DIR"  # holds the directory for files of the script
+MAY_GROW = ("rounds", "seeds", "rows", "dtypes")  # settings of which a resumed sweep may have more
 _LOCK = ".lock"
 
 
@@ -49,13 +49,13 @@ class RunFiles:
     """
 
     run: Path
-    record: Path  # written by the child, until the run has ended
+    measured: Path  # written by the child; deleted when the run has ended
     progress: Path
     log: Path  # what the script prints
     directory: Path
-    ranks: Path  # a directory for torchrun, until the run has ended
-    imports: Path  # what a cold run has imported, until it has ended
-    copy: Path  # of the current folder, with --in-copy; after the run, what was written there
+    ranks: Path  # a directory for torchrun; deleted when the run has ended
+    imports: Path  # the imports of a cold run; deleted when the run has ended
+    copy: Path  # with --in-copy: the current folder; after the run only what was written there
 
     @classmethod
     def of(cls, directory: Path, trial: Trial | str) -> RunFiles:
@@ -69,13 +69,13 @@ class RunFiles:
         for path in vars(self).values():
             _remove(path)
 
-    def remove_unfinished(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Delete the files that exist only while the trial runs."""
-        for path in (self.record, self.progress, self.imports, self.ranks):
+        for path in (self.measured, self.progress, self.imports, self.ranks):
             _remove(path)
 
     @contextlib.contextmanager
-    def own_directory(self) -> Iterator[None]:
+    def script_directory(self) -> Iterator[None]:
         """The script's directory; removed at the end of the block if nothing was written."""
         self.directory.mkdir(parents=True)
         try:
@@ -93,10 +93,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def choose(out: str | Path | None, title: str, takes_existing: bool) -> Path:
+def choose_directory(out: str | Path | None, title: str, takes_existing: bool) -> Path:
     """`out`, or by default `ampatch-sweep/TITLE`, with a number if that is in use.
 
-    With `takes_existing` the default is the last of these that has a sweep, if one has.
+    With `takes_existing` the default is the last of these folders that has a sweep, if any has.
     """
     if out is not None:
         return Path(out)
@@ -109,60 +109,60 @@ def choose(out: str | Path | None, title: str, takes_existing: bool) -> Path:
     return last if last and takes_existing else path
 
 
-def record_of(path: Path, files: Sequence[str] = ()) -> Results | None:
-    """The record of the sweep in a folder; None if the folder is empty or does not exist.
+def results_in(path: Path, files: Sequence[str] = ()) -> Results | None:
+    """The results of the sweep in a folder; None if the folder is empty or does not exist.
 
-    Changes nothing.  Raises `ValueError` for a folder with other files and no record, and if one of
-    `files`, which are to be written, exists and is not the sweep's.
+    Changes nothing.  Raises `ValueError` for a folder with other files and no results, and if one
+    of `files`, which are to be written, exists and does not belong to the sweep.
     """
-    record = read_results(path)
-    if record is None and not _is_free(path):
+    results = read_results(path)
+    if results is None and not _is_free(path):
         raise ValueError(
             f"{path}: has files, and no summary.json of a sweep. Nothing was changed. Choose a new "
-            "or an empty folder with --out; --overwrite replaces the files of sweeps alone."
+            "or an empty folder with --out; --overwrite replaces only files of a sweep."
         )
-    for name in set(files).difference(record.files if record else ()):
+    for name in set(files).difference(results.files if results else ()):
         if (path / name).exists():
             raise ValueError(
                 f"{path / name}: was not written by the sweep in this folder. Nothing was changed. "
                 "Move the file away, or choose another folder with --out."
             )
-    return record
+    return results
 
 
-def clear(path: Path) -> None:
-    """Delete the files of the sweep in a folder, except its record, and no other files."""
-    record = read_results(path)
-    if record is None:
+def delete_sweep_files(path: Path) -> None:
+    """Delete the files of the sweep in a folder, except `summary.json`, and no other files."""
+    results = read_results(path)
+    if results is None:
         return
-    for stem in record.trials:
+    for stem in results.trials:
         RunFiles.of(path / RUNS, stem).remove()
         _remove(path / EVENTS / stem)
-    for name in (*TABLES, REPORT, *DRAWN, *record.files):
+    for name in (*TABLES, REPORT, *PICTURE_FILES, *results.files):
         _remove(path / name)
 
 
 def _is_free(path: Path) -> bool:
-    """Whether there is no such folder, or nothing in it."""
+    """Whether the folder does not exist, or is empty."""
     return not path.is_dir() or all(file.name == _LOCK for file in path.iterdir())
 
 
 class Directory:
-    """A directory that one sweep holds, from construction to `release`.
+    """A directory that a sweep locks, from construction to `release`.
 
     Raises `OSError` if it cannot be written, `ValueError` if another sweep runs or has run in it.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], options: SweepOptions) -> None:
         self.path, self.runs = path, path / RUNS
-        self.settings = plain(settings)
-        self._lock = _lock_directory(self, path)
+        self.settings = to_json(settings)
+        self._unlock = _lock_directory(self, path)
         try:
             with _with_remedy(path):
-                record = record_of(path, options.files)
-                self.earlier = None if options.overwrite else record
+                existing = results_in(path, options.files)
+                self.earlier = None if options.overwrite else existing
                 if self.earlier is None:
-                    clear(path)
+                    delete_sweep_files(path)
                 else:
                     self._check(self.earlier, options.resume)
         except BaseException:
@@ -170,25 +170,25 @@ class Directory:
             raise
 
     def release(self) -> None:
-        """Release it for other sweeps.  A second call changes nothing."""
-        self._lock()
+        """Unlock the directory for other sweeps.  A second call changes nothing."""
+        self._unlock()
 
     def add_settings(self, settings: dict[str, Any]) -> None:
         """Add settings that are known only now, or replace them."""
-        self.settings.update(plain(settings))
+        self.settings.update(to_json(settings))
 
     def finished(self, trials: Sequence[Trial], timeout: float | None) -> Iterator[Run]:
-        """The runs of the sweep that is resumed, without those that a longer timeout may finish."""
+        """The runs of the sweep that is resumed, except those that a longer timeout may finish."""
         for trial in trials if self.earlier else ():
             run = read_run(RunFiles.of(self.runs, trial).run)
             if run is None:
                 continue
             is_longer = run.timeout is not None and (timeout is None or timeout > run.timeout)
             if not (run.ended_by and is_longer):
-                yield dataclasses.replace(run, trial=trial)  # in JSON a tuple is a list
+                yield dataclasses.replace(run, trial=trial)  # its own trial has lists for tuples
 
     def _check(self, earlier: Results, resume: bool) -> None:
-        """Raise `ValueError` if the sweep cannot be resumed, or was not asked to be."""
+        """Raise `ValueError` if the sweep cannot be resumed, or if `resume` is False."""
         if not resume:
             raise ValueError(
                 f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
@@ -198,36 +198,36 @@ class Directory:
         by_budget = ("seeds", "rounds") if earlier.plan.get("budget") else ()
         before = {name: n for name, n in earlier.settings.items() if name not in by_budget}
         now = {name: n for name, n in self.settings.items() if name not in by_budget}
-        differ = _differences(before, now)
-        if differ:
+        differences = _differences(before, now)
+        if differences:
             raise ValueError(
-                f"{self.path}: cannot be resumed, it is another sweep: {differ}. Give the same "
-                "settings, replace it by --overwrite, or choose another directory with --out."
+                f"{self.path}: cannot be resumed, it is another sweep: {differences}. Give the "
+                "same settings, replace it by --overwrite, or choose another directory with --out."
             )
 
 
 def _lock_directory(holder: object, path: Path) -> weakref.finalize[..., Any]:
-    """Lock a directory by a file in it, until the returned function is called or `holder` is gone.
+    """Lock a directory by a file in it.  Creates the directory if it does not exist.
 
-    Creates the directory if it does not exist.
+    The returned function unlocks it; it is also called when `holder` is garbage.
     """
     with _with_remedy(path):
         path.mkdir(parents=True, exist_ok=True)
         file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    lock = weakref.finalize(holder, os.close, file)
+    unlock = weakref.finalize(holder, os.close, file)
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows: nothing keeps two sweeps apart
-        return lock
+    except ImportError:  # on Windows there is no lock
+        return unlock
     except BlockingIOError:
-        lock()
+        unlock()
         raise ValueError(
             f"{path}: another sweep is running in this directory. Wait for its end, or choose "
             "another with --out."
         ) from None
-    return lock
+    return unlock
 
 
 @contextlib.contextmanager
@@ -242,8 +242,9 @@ def _with_remedy(path: Path) -> Iterator[None]:
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     names = [n for n in names if not (n in MAY_GROW and _has_grown(before.get(n), now.get(n)))]
-    texts = ((name, _text(before, name), _text(now, name)) for name in names)
-    return "; ".join(f"{name} before: {earlier}, now: {other}" for name, earlier, other in texts)
+    return "; ".join(
+        f"{name} before: {_text(before, name)}, now: {_text(now, name)}" for name in names
+    )
 
 
 def _has_grown(before: Any, now: Any) -> bool:

@@ -6,36 +6,32 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ampatch.sweep.cases_and_trials import DTYPES
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.kinds import Kind
 from ampatch.sweep.measure.output_metrics import metric_hint
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.plan import DTYPES
-from ampatch.sweep.report.figures import OK, status
+from ampatch.sweep.report.first_loss_check import first_loss_differences, first_loss_note
 from ampatch.sweep.report.results import Row
-from ampatch.sweep.report.start_check import other_starts, start_note
-from ampatch.sweep.report.summary import seeds_matter
+from ampatch.sweep.report.rows import seeds_matter
+from ampatch.sweep.report.run_figures import CRASHED, DIVERGED, OK, status
 from ampatch.sweep.trial import BASE
 
 _HOW_TO_SEED = (
-    "--override-seeds makes the script's seeds depend on the trial's; or pass that on by -- --seed "
-    "{seed}, or have the script read AMPATCH_SEED"
+    "Use --override-seeds to derive the script's seeds from the trial's, or pass the trial's seed "
+    "with -- --seed {seed}, or read AMPATCH_SEED in the script"
 )
 
 
 def script_notes(
-    script: str,
-    arguments: Sequence[str],
-    options: SweepOptions,
-    plan: Plan,
-    runs: Sequence[Run],
+    script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, runs: Sequence[Run],
     logs: Path,
-) -> dict[str, str]:
-    """Notes on what the script does, by subject; the most important ones first."""
+) -> dict[str, str]:  # fmt: skip
+    """Notes on what the script does, by subject; the most important notes first."""
     notes = {
-        "starts": start_note(script, other_starts(runs)),
+        "first losses": first_loss_note(script, first_loss_differences(runs)),
         "losses": _loss_note(script, runs),
         "metrics": _metric_note(runs, logs),
         "files": _files_note(runs),
@@ -44,53 +40,51 @@ def script_notes(
         "kind": kind_note(script, options, plan) if plan.kind.is_plain else "",
         "casts": _cast_note(script, runs),
     }
-    return {about: note for about, note in notes.items() if note}
+    return {subject: note for subject, note in notes.items() if note}
 
 
 def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
-    """The kind of a script without `initialize`, and which levels it lacks if all were wanted."""
-    asks_for_all = plan.kind.is_plain and options.levels is None and options.rows is None
+    """The kind of a script without `initialize`; and why levels are missing, if all were wanted."""
+    wants_all = plan.kind.is_plain and options.levels is None and options.rows is None
     note = f"{script} {plan.kind.description()}."
-    return f"{note} {plan.kind.needs}." if asks_for_all else note
+    return f"{note} {plan.kind.needs}." if wants_all else note
 
 
-def other_notes(
-    options: SweepOptions,
-    plan: Plan,
-    runs: Sequence[Run],
-    rows: Sequence[Row],
-    is_complete: bool,
+def measurement_notes(
+    options: SweepOptions, plan: Plan, runs: Sequence[Run], rows: Sequence[Row], is_complete: bool
 ) -> list[str]:
     """How the runs were timed, tested and ended."""
-    size = plan.omission_note() if is_complete else plan.size_note()
-    planned = [plan.half_speed_note(), size] if plan.has_budget else []
-    copies = [_copies_note(runs)] if options.copies else []
-    late = [_late_note(rows, plan.seeds)] if is_complete else []
-    notes = [*planned, *_timing_notes(plan, runs), *filter(None, [*late, *copies])]
+    notes = []
+    if plan.has_budget:
+        size_note = plan.omission_note() if is_complete else plan.size_note()
+        notes += [plan.half_speed_note(), size_note]
+    notes += _timing_notes(plan, runs)
+    notes += [_late_note(rows, plan.seeds)] if is_complete else []
+    notes += [_copies_note(runs)] if options.runs_in_copies else []
     if any(run.measured and run.measured.stopped_at for run in runs if not run.trial.short):
         notes.append(
             f"Runs were ended after {options.steps} steps, so metrics that the script reports at "
             "its end are missing. With {steps} among its arguments it ends by itself."
         )
-    return notes
+    return [note for note in notes if note]
 
 
 def tune_note(
     script: str, arguments: Sequence[str], options: SweepOptions, plan: Plan, rows: Sequence[Row]
 ) -> str:
-    """The command `ampatch tune` for a level that trains worse than O0; "" for none."""
+    """The command `ampatch tune` for a level that trains worse than O0; "" if none does."""
     base = next((row for row in rows if row.label == BASE.label), None)
     if options.rows is not None or plan.kind.is_plain or base is None or base.status != OK:
         return ""
-    worse = (
+    worse_rows = (
         row
         for row in rows
         if row.engine == "ampatch"
         and not row.settings
         and row.dtype in DTYPES
-        and (row.outcome == "worse" or row.status.startswith(("diverged", "crashed")))
+        and (row.outcome == "worse" or row.status.startswith((CRASHED, DIVERGED)))
     )
-    row = next(worse, None)
+    row = next(worse_rows, None)
     if row is None:
         return ""
     program = ["-m", script] if options.module else [script]
@@ -102,8 +96,8 @@ def tune_note(
     )
 
 
-def baseline_trouble(script: str, kind: Kind) -> str:
-    """Why O0 is no FP32 baseline; "" if it is one."""
+def half_baseline_recommendation(script: str, kind: Kind) -> str:
+    """The recommendation if O0 trains half weights, so is no FP32 baseline; "" if it is FP32."""
     if not kind.half_weights:
         return ""
     return (
@@ -116,35 +110,39 @@ def baseline_trouble(script: str, kind: Kind) -> str:
 def _seed_note(
     script: str, arguments: Sequence[str], options: SweepOptions, runs: Iterable[Run]
 ) -> str:
-    """A note if seeds have no effect, or if the script seems to set constant ones.
+    """A note if seeds have no effect, or if the script seems to set constant seeds.
 
     Two runs show whether a seed of the script depends on the trial's; one run does not.
     """
     bases = [run for run in runs if run.case == BASE and not run.trial.short and run.measured]
-    own_seeds = [run.measured.own_seed for run in bases if run.measured.own_seed]
+    script_seeds = [run.measured.own_seed for run in bases if run.measured.own_seed]
     if not seeds_matter(bases):
-        where = f" ({own_seeds[0]})" if own_seeds else ""
+        call = f" ({script_seeds[0]})" if script_seeds else ""
         return (
-            f"The seed does not reach the script{where}: O0 gives the same with each seed, so "
+            f"The seed does not reach the script{call}: O0 gives the same with each seed, so "
             f"accuracy is not tested. {_HOW_TO_SEED}."
         )
+    if options.override_seeds or not script_seeds:
+        return ""
     is_passed_on = any("{seed}" in argument for argument in arguments)
-    others = [run.trial.seed for run in bases if not run.measured.own_seed]
-    # A call with the trial's own seed is not recorded, such as `random.seed(0)` with seed 0.
-    is_same = bool(own_seeds and others) and all(f"({n})" in own_seeds[0] for n in others)
-    is_constant = len(set(own_seeds)) == 1 and (len(own_seeds) > 1 or is_same or not is_passed_on)
-    if options.override_seeds or not is_constant:
+    # A call with the seed of the trial is not recorded, such as `random.seed(0)` with seed 0.
+    unrecorded = [run.trial.seed for run in bases if not run.measured.own_seed]
+    is_trial_seed = bool(unrecorded) and all(f"({n})" in script_seeds[0] for n in unrecorded)
+    is_constant = len(set(script_seeds)) == 1 and (
+        len(script_seeds) > 1 or is_trial_seed or not is_passed_on
+    )
+    if not is_constant:
         return ""
     return (
-        f"{script} seeds itself: {own_seeds[0]}. What it draws after that does not depend on the "
-        f"seed of the sweep. {_HOW_TO_SEED}."
+        f"{script} seeds itself: {script_seeds[0]}. Random numbers drawn after this call do not "
+        f"depend on the seed of the sweep. {_HOW_TO_SEED}."
     )
 
 
 def _autocast_note(script: str, kind: Kind, runs: Iterable[Run]) -> str:
-    """Where the script enters torch.autocast beside its `initialize`."""
-    measured = (run.measured for run in runs if run.measured is not None)
-    lines = list(dict.fromkeys(line for record in measured for line in record.autocast_off))
+    """A note if the script calls `initialize` and enters torch.autocast as well."""
+    measured_runs = (run.measured for run in runs if run.measured is not None)
+    lines = list(dict.fromkeys(line for m in measured_runs for line in m.autocast_off))
     if not lines or kind.lacks_initialize:
         return ""
     return (
@@ -159,8 +157,8 @@ def _cast_note(script: str, runs: Iterable[Run]) -> str:
         return ""
     return (
         f"O1 cast nothing: {script} trains tensors that are in no nn.Module, so O1 computes as O0 "
-        "does. Casts begin where a module that has parameters is called: make them "
-        "nn.Parameters of one, and compute in its forward."
+        "does. ampatch casts inside the forward of modules that have parameters: make these "
+        "tensors nn.Parameters of a module, and compute in its forward."
     )
 
 
@@ -170,35 +168,41 @@ def _loss_note(script: str, runs: Iterable[Run]) -> str:
     if not trained or any(measured.losses for measured in trained):
         return ""
     return (
-        f"{script}: no loss was recorded, as it calls neither scale_loss nor backward(). Rows are "
-        "compared by metrics alone: have it print one (--metric), or call "
-        "ampatch.log_metrics(loss=...)."
+        f"{script}: no loss was recorded, because the script calls neither scale_loss nor "
+        "backward(). Rows are compared by metrics alone: have the script print one (--metric), or "
+        "call ampatch.log_metrics(loss=...)."
     )
 
 
 def _copies_note(runs: Sequence[Run]) -> str:
-    """Where the files of trials are that ran in copies of the folder."""
-    links = ", ".join(name for run in runs for name in run.linked)
-    linked = f" Linked, not copied, is what is hidden or large: {links}." if links else ""
-    note = "Each trial ran in a copy of the current folder; what it wrote there stays in"
-    return f"{note} runs/*.copy.{linked}" if runs else ""
+    """Where the files of trials that ran in copies of the folder are; "" without runs."""
+    if not runs:
+        return ""
+    note = (
+        "Each trial ran in a copy of the current folder; what it wrote there stays in runs/*.copy."
+    )
+    names = ", ".join(name for run in runs for name in run.linked)
+    if names:
+        note += f" Hidden folders, links and large entries are linked, not copied: {names}."
+    return note
 
 
 def _files_note(runs: Sequence[Run]) -> str:
-    """What O0 has written into the user's folder."""
+    """A note if O0 has written into the user's folder."""
     wrote = next((run.wrote for run in runs if run.wrote), [])
     if not wrote:
         return ""
     shown = ", ".join(wrote[:4]) + (f" and {len(wrote) - 4} more" if len(wrote) > 4 else "")
     return (
         f"O0 has written {shown}: trials overwrite one another's files and yours, and a trial may "
-        "read what an earlier one has left. Give each its own place: -- --out "
-        f"{{trial_dir}}/{Path(wrote[0]).parts[0]}, or a copy of the folder: --in-copy."
+        "read what an earlier one has left. Give each trial its own folder (-- --out "
+        f"{{trial_dir}}/{Path(wrote[0]).parts[0]}), or run each trial in a copy of this folder "
+        "(--in-copy)."
     )
 
 
 def _metric_note(runs: Sequence[Run], logs: Path) -> str:
-    """A note if the output seems to have a metric, and none was reported."""
+    """A note if the output seems to have a metric, but no metric was reported."""
     good = [run for run in runs if status(run) == OK and not run.trial.short]
     if not good or any(run.measured.metrics for run in good):
         return ""
@@ -208,31 +212,33 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
         return ""
     return (
         f'The output has "{number[0]}", and no metric was given, so the last loss is compared. '
-        f"--resume --metric {shlex.quote(number[1])} compares it too, and runs nothing again."
+        f"--resume --metric {shlex.quote(number[1])} compares this number too, without running a "
+        "trial again."
     )
 
 
 def _late_note(rows: Sequence[Row], seeds: int) -> str:
-    """A note if the speed of rows is not known, since they ran long after O0."""
-    late = [
+    """A note if rows have no speed, because they ran long after O0."""
+    late_rows = [
         row.name for row in rows if row.outcome not in ("baseline", "failed") and not row.speeds
     ]
-    if not late or not any(row.speeds for row in rows):
+    if not late_rows or not any(row.speeds for row in rows):
         return ""
     return (
-        f"{', '.join(late)} ran long after O0 with the same seed, so there is no speed to compare: "
-        f"--resume --rounds {seeds + ROUNDS} times all rows again."
+        f"{', '.join(late_rows)} ran long after O0 with the same seed, so there is no speed to "
+        f"compare: --resume --rounds {seeds + ROUNDS} times all rows again."
     )
 
 
 def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
-    """Which figures were timed alone, and whether on one machine."""
+    """Notes if not all runs ran alone on their device, or if they ran on several machines."""
     timed = [run for run in runs if run.alone]
     notes = []
     if runs and not timed:
-        has_short = any(trial.short for trial in plan.trials)
-        more = "" if has_short else " --resume --rounds 3 adds runs that do."
-        notes.append(f"No run ran alone on its device: no step time, no speed.{more}")
+        note = "No run had its device to itself, so there is no step time and no speed."
+        if not any(trial.short for trial in plan.trials):
+            note += " --resume --rounds 3 adds such runs."
+        notes.append(note)
     elif len(timed) < len(runs):
         notes.append(
             f"Step time and speed are of the {len(timed)} of {len(runs)} runs that ran alone on "

@@ -1,7 +1,7 @@
 """Where a trial runs: alone or beside others, on which devices, with which variables.
 
-An engine gives each trial its `Placement`; `runner.py` makes the process's environment from it
-and records it in the `Run`.
+An engine gives each trial its `Placement`; `runner.py` makes the environment of the process from
+it, and records it in the `Run`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Placement:
-    """`alone`: no other trial of the sweep runs on these devices or, on a CPU, on the machine.
+    """With `alone` no other trial of the sweep runs on these devices or, on a CPU, on the machine.
 
-    `devices` are names such as "cuda:1"; without any the script finds what the machine has.
-    `variables` are set in the trial's environment; those with the value None are removed.
+    `devices` are names such as "cuda:1"; if empty, the script sees all devices of the machine.
+    `variables` are set in the trial's environment; variables with the value None are removed.
     """
 
     alone: bool = True
@@ -28,7 +28,7 @@ class Placement:
     variables: tuple[tuple[str, str | None], ...] = ()
 
     def apply(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with the variables of this placement."""
+        """The environment of a trial: `environment` with the variables of this placement."""
         merged = {**environment, **dict(self.variables), **_visible(self.devices, environment)}
         return {name: value for name, value in merged.items() if value is not None}
 
@@ -37,8 +37,8 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """`devices` in groups of `size`, one group for each trial.  Raises `ValueError`."""
     option = f"--devices {','.join(devices)}"
     device_types = {device.partition(":")[0] for device in devices}
-    named = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
-    if not named or len(device_types) != 1 or len(set(devices)) != len(devices):
+    are_names = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
+    if not are_names or len(device_types) != 1 or len(set(devices)) != len(devices):
         raise ValueError(
             f"{option}: expected different devices of one kind, such as cuda:0,cuda:1, of the "
             f"kinds {', '.join(VISIBLE)}. On a CPU use --jobs."
@@ -56,11 +56,11 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
             f"{option}: {len(devices)} devices cannot be given to trials of {size} processes each "
             f"(--nproc-per-node). Expected a multiple of {size}."
         )
-    return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+    return [tuple(devices[start : start + size]) for start in range(0, len(devices), size)]
 
 
 def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows only these devices, numbered within those visible already."""
+    """The variable that shows only these devices, numbered among the devices visible now."""
     if not devices:
         return {}
     name = VISIBLE[devices[0].partition(":")[0]]

@@ -25,25 +25,28 @@ from ampatch.session.facade import PatchSet
 from ampatch.sweep.measure.recorder import Recorder
 
 
-def watch_automatic(recorder: Recorder, asked: dict[str, Any]) -> None:
-    """Report the training of a script under `ampatch.auto`, with its unscaled losses."""
+def watch_automatic(recorder: Recorder, settings: dict[str, Any]) -> None:
+    """Report the training of a script under `ampatch.auto`, with its unscaled losses.
+
+    `settings` has the opt level and the dtype of the environment.
+    """
     PlainTraining(recorder, "").watch_losses()
-    but_losses = ("on_step", "on_scale", "on_metrics")
-    ampatch.observe(SimpleNamespace(**{name: getattr(recorder, name) for name in but_losses}))
-    recorder.on_initialize(properties_for(asked["opt_level"], asked["dtype"]))
+    hooks = ("on_step", "on_scale", "on_metrics")  # `watch_losses` reports the losses
+    ampatch.observe(SimpleNamespace(**{name: getattr(recorder, name) for name in hooks}))
+    recorder.on_initialize(properties_for(settings["opt_level"], settings["dtype"]))
 
 
 def watch_unscaled(recorder: Recorder) -> None:
     """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
-    plain = PlainTraining(recorder, "")
-    plain.watch_losses()
-    ampatch.observe(SimpleNamespace(on_loss=lambda *_: plain.mute()))
+    training = PlainTraining(recorder, "")
+    training.watch_losses()
+    ampatch.observe(SimpleNamespace(on_loss=lambda *_: training.mute()))
 
 
 class PlainTraining:
     """Reports backward passes and steps to `recorder`, from `start` on.
 
-    `name` is the level in the record.  `first_step` is called before the first step.
+    `name` is the level that is recorded.  `first_step` is called before the first step.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class PlainTraining:
         self._hooks: list[Any] = []
         self._steps = 0
         self._framework_loss: Any = None
-        self._scaled_losses = 0  # without a backward pass, since the last step
-        self._scale: Any = None  # set by the last GradScaler that scaled
+        self._scaled_losses = 0  # scaled since the last step, without a backward pass yet
+        self._scale: Any = None  # scale of the last GradScaler that scaled
 
     def start(self) -> None:
         """Report backward passes, scales and steps."""
@@ -70,7 +73,7 @@ class PlainTraining:
 
     @contextlib.contextmanager
     def framework_backward(self, loss: Any) -> Iterator[None]:
-        """Around a backward pass of this loss, which a framework divides or scales first."""
+        """Context manager for a backward pass of this loss, which a framework divides or scales."""
         self._framework_loss = loss
         try:
             yield
@@ -82,7 +85,7 @@ class PlainTraining:
         self._patches.replace(torch.autograd, "backward", self._recording_losses)
 
     def mute(self) -> None:
-        """Report nothing more.  The patches stay, because a session may have wrapped them."""
+        """Stop reporting.  The patches stay, because a session may have wrapped them."""
         self._is_muted = True
         for hook in self._hooks:
             hook.remove()
@@ -144,5 +147,5 @@ class PlainTraining:
         self._scaled_losses = 0
 
     def _step_ends(self, optimizer: Any, *_: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # where the optimizer's kernel skips
+        found_inf = getattr(optimizer, "found_inf", None)  # set if the optimizer's kernel skips
         self._recorder.on_step(optimizer, found_inf is not None and found_inf.clone())

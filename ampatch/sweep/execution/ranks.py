@@ -1,8 +1,8 @@
 """A trial of several processes, started by torchrun (`--nproc-per-node`).
 
-Rank 0 records.  The other ranks run the script in the same environment; torchrun writes
-what they print to files, and when the trial fails these go to the end of its log.  Each
-rank writes how it ended to a file, so that the run can say which rank failed first.
+Rank 0 records.  The other ranks run the script in the same environment, and torchrun writes what
+they print to files.  If the trial fails, these files are appended to its log.  Each rank writes how
+it ended to a file, so that the run can say which rank failed first.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pathlib import Path
 
 from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import read_json, write_json
-from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.run_record import Measured
 
 _ENDING = "ending.json"
 _ROOT_CAUSE = re.compile(
     r"Root Cause.*?^\s*rank\s*: (?P<rank>\d+).*?^\s*exitcode\s*: (?P<code>-\d+)\b", re.S | re.M
 )
-"""In torchrun's report of a failure: the rank that failed first, where a signal killed it."""
+"""Matches the rank that failed first in torchrun's report of a failure, if a signal killed it."""
 
 
 # In the sweep's process
 
 
-def launcher(processes: int, folder: Path) -> list[str]:
+def torchrun_arguments(processes: int, folder: Path) -> list[str]:
     """The arguments of torchrun, up to the name of the module that each rank runs."""
-    others = ",".join(f"{rank}:3" for rank in range(1, processes))  # 3: both streams to files
+    to_files = ",".join(f"{rank}:3" for rank in range(1, processes))  # 3 means both streams
     return [
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={processes}",
         f"--log-dir={folder}",
-        *([f"--redirects={others}"] if others else []),
+        *([f"--redirects={to_files}"] if to_files else []),
         "-m",
     ]
 
 
-def explained(measured: Measured | None, files: RunFiles) -> Measured:
+def with_rank_errors(measured: Measured | None, files: RunFiles) -> Measured:
     """What a failed trial measured, with the error of the rank that failed first.
 
-    Appends the output of the other ranks to the log.
+    Also appends the output of the other ranks to the log.
     """
     measured = measured or Measured()
     measured.error = _first_error(files) or measured.error
@@ -58,8 +58,8 @@ def explained(measured: Measured | None, files: RunFiles) -> Measured:
 def _first_error(files: RunFiles) -> str:
     """The error of the rank that failed first; "" if no rank wrote one.
 
-    A rank that a signal killed writes none, and the others then report that it does not answer;
-    torchrun names it in the log as the root cause.
+    A rank that is killed by a signal writes no error, and the other ranks then report a lost
+    connection.  torchrun's log names the killed rank as the root cause.
     """
     cause = _ROOT_CAUSE.search(files.log.read_text(encoding="utf-8", errors="replace"))
     if cause is not None and int(cause["code"]) != -signal.SIGTERM:
@@ -76,7 +76,7 @@ def _first_error(files: RunFiles) -> str:
 # In a rank
 
 
-def record_ending(error: str) -> None:
+def write_ending(error: str) -> None:
     """Write how this rank ended, beside the file that torchrun has for its error."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING)
     write_json(path, {"error": error, "time": time.time()})

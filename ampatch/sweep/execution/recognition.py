@@ -1,7 +1,7 @@
 """Recognizes what kind of script runs at O0, and reports its training to the recorder.
 
-The kind is known at `initialize`, or at the first optimizer step if that comes first.  The script
-is watched as plain PyTorch until it calls `initialize`.
+The kind is known at `initialize`, or at the first optimizer step if the step comes first.  Until
+the script calls `initialize`, it is watched as plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from ampatch.sweep.measure.recorder import Recorder
 class Recognition:
     """The kind of the script in this process, from `start` on.
 
-    `off` records the regions of torch.autocast that the script has entered.
+    `autocast_off` records the regions of torch.autocast that the script has entered.
     """
 
-    def __init__(self, recorder: Recorder, off: AutocastOff) -> None:
-        self._recorder, self._off = recorder, off
-        self._plain = PlainTraining(recorder, "O0", self._first_step)
+    def __init__(self, recorder: Recorder, autocast_off: AutocastOff) -> None:
+        self._recorder, self._autocast_off = recorder, autocast_off
+        self._training = PlainTraining(recorder, "O0", self._first_step)
         self._kind_name = self._framework = ""
         self._half_weights: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:
-        """As far as it has shown: the script may enter a region after many steps."""
-        name, lines = self._kind_name, tuple(self._off.lines)
+        """The kind as known so far: the script may enter torch.autocast after many steps."""
+        name, lines = self._kind_name, tuple(self._autocast_off.lines)
         if name == NO_AMP and lines:
             name = TORCH_AMP
-        return Kind(name, self._framework, lines, tuple(self._off.dtypes), self._half_weights)
+        dtypes = tuple(self._autocast_off.dtypes)
+        return Kind(name, self._framework, lines, dtypes, self._half_weights)
 
     def start(self) -> None:
-        """Watch the script; ampatch's own notices reach the recorder, too."""
+        """Watch the script, and pass ampatch's notices to the recorder."""
         ampatch.observe(self)
         ampatch.observe(self._recorder)
-        self._plain.start()
-        framework_patches.ignore_precision(self._off.record)
-        framework_patches.wrap_backward(self._plain.framework_backward)
+        self._training.start()
+        framework_patches.ignore_precision(self._autocast_off.record)
+        framework_patches.wrap_backward(self._training.framework_backward)
 
     def on_initialize(self, properties: Any) -> None:
         if self._kind_name in ("", AMPATCH):
             self._kind_name = AMPATCH
             modules = {name: [framework.integration] for name, framework in FRAMEWORKS.items()}
             self._framework = _running_framework(sys._getframe(), modules)
-            self._plain.mute()
+            self._training.mute()
             watch_unscaled(self._recorder)
             return
         raise AmpatchError(
@@ -72,13 +73,13 @@ class Recognition:
 
 
 def _running_framework(frame: FrameType | None, modules: Mapping[str, Sequence[str]]) -> str:
-    """The first name in `modules` that has a function on the stack, or ""."""
-    running = []
+    """The first framework in `modules` that has a function on the stack, or ""."""
+    on_stack = []
     while frame is not None:
-        running.append(f"{frame.f_globals.get('__name__', '')}.")
+        on_stack.append(f"{frame.f_globals.get('__name__', '')}.")
         frame = frame.f_back
-    for name, listed in modules.items():
-        prefixes = tuple(f"{module}." for module in listed if module)
-        if any(module.startswith(prefixes) for module in running):
-            return name
+    for framework, names in modules.items():
+        prefixes = tuple(f"{name}." for name in names if name)
+        if any(module.startswith(prefixes) for module in on_stack):
+            return framework
     return ""

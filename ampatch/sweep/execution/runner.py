@@ -20,23 +20,23 @@ from typing import Any
 from ampatch.config.environment import VARIABLES
 from ampatch.launch.program import Program
 from ampatch.launch.script import PACKAGE_ROOT
-from ampatch.sweep.execution import own_files, ranks
+from ampatch.sweep.cases_and_trials import SEED_VARIABLE, fill_placeholders
+from ampatch.sweep.execution import ranks, user_files
 from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.placement import Placement
-from ampatch.sweep.execution.warm import POLL, Forked, WarmStarts
-from ampatch.sweep.json_files import plain, read_json, restored, write_json
+from ampatch.sweep.execution.warm_starts import POLL, ForkedTrial, WarmStarts
+from ampatch.sweep.json_files import from_json, read_json, to_json, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Measured, Run
-from ampatch.sweep.plan import SEED_VARIABLE, placeholders
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.trial import BASE, Trial
 
-GRACE = 10.0  # seconds for a child to write its record after SIGTERM
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL, in which a child writes what it measured
 
 
 @dataclass(frozen=True)
 class TrialProgress:
-    """How far a trial has come: optimizer steps, the latest loss, and the kind of its script."""
+    """How far a trial has come: its optimizer steps, latest loss, and the kind of its script."""
 
     steps: int
     loss: float | None = None
@@ -50,8 +50,9 @@ class Cancelled(Exception):
 class TrialControl:
     """Passed to `Runner.run`: calls `report` with new progress, and can end the trial.
 
-    Another thread may set the events `cancelled`, which gives the script `GRACE` seconds to end by
-    itself, and `killed`, which gives none.  With `warm` the trial is forked if possible.
+    Another thread ends the trial by setting the event `cancelled`; the script then has `GRACE`
+    seconds to end.  Setting `killed` as well cuts this wait short.  With `warm` the trial is forked
+    if possible.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class TrialControl:
             raise Cancelled
 
     def report_progress(self, file: Path) -> None:
-        """Report what is new in the file.  Raises `Cancelled` if the trial was cancelled."""
+        """Report new progress in the file.  Raises `Cancelled` if the trial was cancelled."""
         self.check()
         data = read_json(file)
-        progress = None if data is None else restored(TrialProgress, data)
+        progress = None if data is None else from_json(TrialProgress, data)
         if progress not in (None, self._last):
             self._last = progress
             self._report(progress)
@@ -82,15 +83,16 @@ class Runner:
 
     program: Program
     arguments: Sequence[str]
-    directory: Path  # for the files of the runs
-    steps: int | None = None  # end the script after them, unless `{steps}` is an argument
-    metrics: Mapping[str, str] | None = None  # regular expressions over its output
+    directory: Path  # folder for the files of the runs
+    steps: int | None = None  # end the script after so many optimizer steps, unless it has {steps}
+    metrics: Mapping[str, str] | None = None  # names and regular expressions for the output
     timeout: float | None = None  # seconds
-    kind: Kind = UNKNOWN  # the script's
-    override_seeds: bool = False  # the script's own seeds depend on the trial's
-    processes: int | None = None  # of each trial, started by torchrun; None: one, without it
-    probe: tuple[str, str] | None = None  # a module with `start(text, off, writes)`, and a text
-    in_copy: bool = False  # each trial runs in a copy of the current folder
+    kind: Kind = UNKNOWN  # kind of the script
+    override_seeds: bool = False  # derive the script's seeds from the trial's
+    processes: int | None = None  # per trial, started by torchrun; None if one without torchrun
+    probe: tuple[str, str] | None = None
+    """(module, text): each child imports the module and calls `start(text, autocast_off, ...)`."""
+    in_copy: bool = False  # run each trial in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
         """Run the script in a process of its own, and write what it measured to a file.
@@ -102,119 +104,107 @@ class Runner:
         files.remove()
         here, sweep_folder = Path.cwd(), self.directory.parent
         is_first = trial == Trial(BASE)
-        script = self.program.file().resolve().parent
-        folders = [here] if script.is_relative_to(here) else [here, script]
-        before = (
-            own_files.change_times(folders, sweep_folder) if is_first and not self.in_copy else {}
-        )
-        copy = own_files.copy_of(here, files.copy, sweep_folder) if self.in_copy else nullcontext()
-        with copy, files.own_directory(), self._child(trial, files, placement, control) as child:
-            started, clock = time.monotonic(), time.time()
+        script_folder = self.program.file().resolve().parent
+        folders = [here] if script_folder.is_relative_to(here) else [here, script_folder]
+        excluded, times_before = sweep_folder, {}
+        if is_first and not self.in_copy:
+            times_before = user_files.change_times(folders, excluded)
+        copy = user_files.copy_of(here, files.copy, excluded) if self.in_copy else nullcontext()
+        with copy, files.script_directory(), self._child(trial, files, placement, control) as child:
+            started, started_at = time.monotonic(), time.time()
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
                 _end(child, control)
-        after = own_files.change_times(folders, sweep_folder) if before else {}
+        times_after = user_files.change_times(folders, excluded) if times_before else {}
         measured = self._measured(files)
         if child.returncode and self.processes:
-            measured = ranks.explained(measured, files)
+            measured = ranks.with_rank_errors(measured, files)
+        is_first_copy = is_first and self.in_copy
         run = Run(
-            trial,
-            child.returncode,
-            time.monotonic() - started,
-            measured,
+            trial, child.returncode, time.monotonic() - started, measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
-            timeout=self.timeout,
-            alone=placement.alone,
-            imports=_import_seconds(child, clock, measured) if control.warm else 0.0,
-            host=socket.gethostname(),
-            devices=placement.devices,
-            wrote=own_files.changed_names(before, after),
-            linked=own_files.linked_entries(here, sweep_folder)
-            if is_first and self.in_copy
-            else [],
-        )
+            timeout=self.timeout, alone=placement.alone,
+            imports=_import_seconds(child, started_at, measured) if control.warm else 0.0,
+            host=socket.gethostname(), devices=placement.devices,
+            wrote=user_files.changed_names(times_before, times_after),
+            linked=user_files.linked_entries(here, excluded) if is_first_copy else [],
+        )  # fmt: skip
         write_json(files.run, run.to_json())
         if control.warm is not None:
-            control.warm.learn(read_json(files.imports))
-        files.remove_unfinished()
+            control.warm.store_imports(read_json(files.imports))
+        files.remove_temporary_files()
         return run
 
     def _measured(self, files: RunFiles) -> Measured | None:
-        data = read_json(files.record)
+        data = read_json(files.measured)
         if data is None:
             return None
-        measured = restored(Measured, data)
+        measured = from_json(Measured, data)
         measured.metrics.update(read_metrics(files.log, self.metrics or {}))
         return measured
 
     @contextmanager
     def _child(
         self, trial: Trial, files: RunFiles, placement: Placement, control: TrialControl
-    ) -> Iterator[subprocess.Popen[bytes] | Forked]:
-        """The running child; the end of the block ends it, and every process that it started.
+    ) -> Iterator[subprocess.Popen[bytes] | ForkedTrial]:
+        """Yields the running child.  On exit, kills it and every process that it started.
 
-        The child has a session of its own, so that one signal reaches the processes it
+        The child leads a process group of its own, so that one signal reaches the processes it
         starts as well.  Ctrl-C therefore reaches only the sweep, which ends the child.
         """
-        guard, write_end = os.pipe() if hasattr(os, "killpg") else (None, None)
-        request = {"runner": self, "trial": trial, "guard": guard, "imports": False}
+        guard_pipe, write_end = os.pipe() if hasattr(os, "killpg") else (None, None)
+        request = {"runner": self, "trial": trial, "guard": guard_pipe, "list_imports": False}
         environment = placement.apply(_environment(trial, files))
-        child: subprocess.Popen[bytes] | Forked | None = None
+        child: subprocess.Popen[bytes] | ForkedTrial | None = None
         try:
             with files.log.open("wb") as log:
                 # A framework's script starts cold: the integration must be imported first.
                 warm = control.warm
-                is_warm = warm is not None and guard is not None and not self.in_copy
-                if is_warm and self.kind.name != FRAMEWORK:
-                    request["imports"] = warm.needs_imports
-                    descriptors = (log.fileno(), guard)
-                    child = warm.start(plain(request), environment, descriptors, control.check)
+                can_fork = warm is not None and guard_pipe is not None and not self.in_copy
+                if can_fork and self.kind.name != FRAMEWORK:
+                    request["list_imports"] = warm.needs_imports
+                    descriptors = (log.fileno(), guard_pipe)
+                    child = warm.start(to_json(request), environment, descriptors, control.check)
                 child = child or subprocess.Popen(
-                    self._command(request, files),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    cwd=files.copy if self.in_copy else None,
-                    start_new_session=True,
-                    pass_fds=() if guard is None else (guard,),
-                )
+                    self._command(request, files), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, env=environment,
+                    cwd=files.copy if self.in_copy else None, start_new_session=True,
+                    pass_fds=() if guard_pipe is None else (guard_pipe,),
+                )  # fmt: skip
             try:
                 yield child
             finally:
                 if child.poll() is None:
                     _end(child, control)
         finally:
-            for end in (guard, write_end):  # the child's guard process then kills what is left
-                if end is not None:
-                    os.close(end)
+            # When `write_end` closes, the guard process of the child kills what is left of it.
+            for descriptor in (guard_pipe, write_end):
+                if descriptor is not None:
+                    os.close(descriptor)
 
     def script_arguments(self, trial: Trial) -> list[str]:
         """The script's arguments, with placeholders replaced."""
         directory = str(RunFiles.of(self.directory, trial).directory.resolve())
-        return placeholders(self.arguments, trial.seed, self.steps, directory)
+        return fill_placeholders(self.arguments, trial.seed, self.steps, directory)
 
     def _command(self, request: dict[str, Any], files: RunFiles) -> list[str]:
         launcher = [sys.executable, "-m"]
         if self.processes is not None:
-            launcher += ranks.launcher(self.processes, files.ranks)
-        return [*launcher, "ampatch.sweep.execution.child", json.dumps(plain(request))]
+            launcher += ranks.torchrun_arguments(self.processes, files.ranks)
+        return [*launcher, "ampatch.sweep.execution.child", json.dumps(to_json(request))]
 
 
-def _import_seconds(child: object, clock: float, measured: Measured | None) -> float:
-    """Seconds from `clock`, when the process began, until torch was imported; 0 for a fork."""
+def _import_seconds(child: object, started_at: float, measured: Measured | None) -> float:
+    """Seconds from the start of a cold child to the start of its recorder; 0 for a forked child."""
     began = measured.machine.get("began") if measured else None
-    return 0.0 if began is None or isinstance(child, Forked) else max(0.0, began - clock)
+    return 0.0 if began is None or isinstance(child, ForkedTrial) else max(0.0, began - started_at)
 
 
 def _wait(
-    child: subprocess.Popen[bytes] | Forked,
-    files: RunFiles,
-    started: float,
-    timeout: float | None,
-    control: TrialControl,
-) -> bool:
-    """Wait for the child and report its progress; False if it ran into the timeout."""
+    child: subprocess.Popen[bytes] | ForkedTrial, files: RunFiles, started: float,
+    timeout: float | None, control: TrialControl,
+) -> bool:  # fmt: skip
+    """Wait for the child and report its progress.  Returns False after `timeout` seconds."""
     while child.poll() is None:
         if timeout is not None and time.monotonic() - started > timeout:
             return False
@@ -223,8 +213,8 @@ def _wait(
     return True
 
 
-def _end(child: subprocess.Popen[bytes] | Forked, control: TrialControl) -> None:
-    """Ask the child to end, then end it with everything it started."""
+def _end(child: subprocess.Popen[bytes] | ForkedTrial, control: TrialControl) -> None:
+    """Send SIGTERM to the child's process group, and SIGKILL after `GRACE` seconds."""
     _signal(child, signal.SIGTERM)
     try:
         end = time.monotonic() + GRACE
@@ -235,40 +225,40 @@ def _end(child: subprocess.Popen[bytes] | Forked, control: TrialControl) -> None
         child.wait()
 
 
-def _signal(child: subprocess.Popen[bytes] | Forked, number: int) -> None:
-    """Send a signal to the child's process group, or to the child where there are no groups."""
+def _signal(child: subprocess.Popen[bytes] | ForkedTrial, number: int) -> None:
+    """Send a signal to the child's process group, or to the child if there are no groups."""
     if not hasattr(os, "killpg"):
         child.send_signal(number)
         return
     try:
         os.killpg(child.pid, number)
     except ProcessLookupError:
-        return  # the whole group has ended
+        return  # all processes of the group have ended
 
 
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # bytes; the most that glibc takes
+MALLOC_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # in bytes; the largest value that glibc accepts
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**27),
 }
-"""Make glibc keep freed memory, unless the user has set these variables.
+"""Variables that make glibc keep freed memory; the user's own values have precedence.
 
-By default it returns large blocks to the system and asks for them again, in some processes twice as
-often as in others: the same step then takes 10 to 20 % longer, at any opt level.
+By default glibc returns large blocks to the system and requests them again, in some processes twice
+as often as in others.  The same step then takes 10 to 20 % longer, at any opt level.
 """
 
 
 def _environment(trial: Trial, files: RunFiles) -> dict[str, str]:
     """This process's environment, with the variables of ampatch replaced by the trial's."""
     fixed = {"AMPATCH_ENABLED": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    environment = {**KEEP_MEMORY, **os.environ, **fixed}
+    environment = {**MALLOC_VARIABLES, **os.environ, **fixed}
     for name in set(VARIABLES) - {"AMPATCH_ENABLED"}:
         environment.pop(name, None)
     environment[SEED_VARIABLE] = str(trial.seed)
     environment[DIRECTORY_VARIABLE] = str(files.directory.resolve())
-    environment.setdefault("PYTHONHASHSEED", "0")  # forked trials share one, too
+    environment.setdefault("PYTHONHASHSEED", "0")  # forked trials share a hash seed as well
     if PACKAGE_ROOT not in map(sysconfig.get_path, ("purelib", "platlib")):
-        # ampatch is not installed: the child lacks the path of this process.
+        # ampatch runs from a source folder: add the folder to the child's path.
         paths = filter(None, [environment.get("PYTHONPATH"), PACKAGE_ROOT])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return {**environment, **trial.case.environment}

@@ -1,9 +1,10 @@
-"""Seeds in the child: those that the sweep sets, and those that the script sets itself.
+"""Seeds in the child, which the sweep and the script set.
 
 The sweep seeds torch, `random` and numpy before the script starts.  A script that seeds itself with
-a constant undoes that.  `OwnSeeds` records the first such call.  With --override-seeds it derives
-each seed from the script's and the trial's: seeds that differ in the script (by epoch, by rank)
-still differ.  Generator objects keep their seeds: scripts use them for fixed splits and test data.
+a constant overrides these seeds; `ScriptSeeds` records the first such call.  With --override-seeds
+it derives each seed from the script's and the trial's, so that seeds that differ in the script (by
+epoch, by rank) still differ.  Generator objects keep their seeds, because scripts use them for
+fixed splits and test data.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 import torch
 
 from ampatch.device_figures import seeding_functions
-from ampatch.sweep.execution.own_lines import own_line
+from ampatch.sweep.execution.script_lines import script_line
 
-_MOST_WORDS = 64
+_MAX_WORDS = 64
 _SEEDING_FUNCTIONS = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
     "numpy.random.seed": ("numpy.random",),
 }
-"""The functions that seed global generators, except those of devices, and their modules."""
+"""The functions that seed global generators, except device functions, and their modules."""
 
 
 def seed_everything(seed: int) -> None:
@@ -42,31 +43,32 @@ def seed_everything(seed: int) -> None:
 
 
 def words_drawn() -> int | None:
-    """How many words imports have drawn from `random` since `seed_everything(0)`; `rich` draws one.
+    """How many 32-bit words were drawn from `random` since `seed_everything(0)`, by imports.
 
-    None if they are more than `_MOST_WORDS`, or if another generator was used.
+    Importing `rich` draws one.  None if more than `_MAX_WORDS` were drawn, or if numbers were
+    drawn from another generator.
     """
     states = _states()
     seed_everything(0)
-    for count in range(_MOST_WORDS):
+    for count in range(_MAX_WORDS):
         if _states() == states:
             return count
-        draw_words(1)
+        skip_random_words(1)
     return None
 
 
-def draw_words(words: int) -> None:
-    """Draw this number of 32-bit words, and drop them."""
+def skip_random_words(words: int) -> None:
+    """Draw this number of 32-bit words from `random`."""
     random.getrandbits(32 * words)
 
 
 def _states() -> list[str]:
     numpy: Any = sys.modules.get("numpy.random")
-    others = [] if numpy is None else [str(numpy.get_state())]
-    return [str(random.getstate()), str(torch.get_rng_state().tolist()), *others]
+    numpy_states = [] if numpy is None else [str(numpy.get_state())]
+    return [str(random.getstate()), str(torch.get_rng_state().tolist()), *numpy_states]
 
 
-class OwnSeeds:
+class ScriptSeeds:
     """The seeds that the script sets in this process, from `watch` on.
 
     `first_call` is the first call with another seed than the trial's, such as
@@ -87,7 +89,7 @@ class OwnSeeds:
     def _seeding(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            seed = next(iter([*args, *kwargs.values()]), None)  # None: the system chooses
+            seed = next(iter([*args, *kwargs.values()]), None)  # None if the system chooses it
             if seed is None or self._is_seeding or os.getpid() != self._process:
                 return original(*args, **kwargs)
             self._is_seeding = True  # calls inside are torch's, not the script's
@@ -104,7 +106,7 @@ class OwnSeeds:
     def _seed_to_set(self, name: str, seed: Any) -> Any:
         """Record the script's seed; returns the seed to set."""
         if not self.first_call and repr(seed) != repr(self._seed):
-            line = own_line(sys._getframe(1)) or "a library"
+            line = script_line(sys._getframe(1)) or "a library"
             self.first_call = f"{name}({repr(seed)[:40]}) at {line}"
         return self.seed_for_trial(seed) if self._override else seed
 

@@ -1,4 +1,4 @@
-"""`Sweep`: a script with options, its trials, and their results."""
+"""`Sweep`: a script with its options, its trials, and their results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 from ampatch._version import __version__
 from ampatch.launch.program import Program
+from ampatch.sweep.cases_and_trials import counts_its_steps
 from ampatch.sweep.execution import engines
 from ampatch.sweep.execution.collected_runs import CollectedRuns
-from ampatch.sweep.execution.directory import Directory, choose, record_of
+from ampatch.sweep.execution.coordinator import Coordinator, SweepError
+from ampatch.sweep.execution.directory import Directory, choose_directory, results_in
 from ampatch.sweep.execution.engines.protocol import EngineError
 from ampatch.sweep.execution.placement import device_groups
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
-from ampatch.sweep.execution.running import Coordinator, SweepError
 from ampatch.sweep.kinds import Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import SweepOptions, resumed_options
-from ampatch.sweep.plan import counts_its_steps
 from ampatch.sweep.report.margin import Margin
 from ampatch.sweep.report.results import Results, Row
 from ampatch.sweep.trial import Case, Trial
@@ -36,11 +36,11 @@ class Sweep:
         script: the file of the script, or with `module` the name of a module.
         arguments: arguments of the script, in which `{seed}`, `{steps}` and `{trial_dir}` (an empty
             directory for each trial) are replaced.
-        options: those of `SweepOptions`, by keyword.
+        options: the fields of `SweepOptions`, by keyword.
 
-    The first run at O0 finds out what kind of script it is, and the rows follow from that.  On a
-    CUDA device a row `O0+tf32` is added.  With `rows`, a list of `Case`, only these run; a resumed
-    sweep may get others.
+    The first run at O0 finds out the kind of the script, which decides on the rows.  On a CUDA
+    device a row `O0+tf32` is added.  With `rows`, a list of `Case`, only these cases run; a resumed
+    sweep may have other cases.
 
     Raises `FileNotFoundError`, `ImportError`, `TypeError` or `ValueError` for a script or options
     that cannot run, `OSError` if the directory cannot be written.  Locks the directory until
@@ -52,11 +52,11 @@ class Sweep:
         self._program = Program(str(script), sweep_options.module)
         self._file = self._program.file()
         self.script = str(self._program)
-        path = choose(
+        path = choose_directory(
             sweep_options.out, self._program.title, sweep_options.resume or sweep_options.overwrite
         )
-        record = record_of(path, sweep_options.files)
-        earlier = record if sweep_options.resume else None
+        existing = results_in(path, sweep_options.files)
+        earlier = existing if sweep_options.resume else None
         if sweep_options.resume and earlier is None:
             raise ValueError(f"{path}: there is no sweep to resume. Leave --resume out.")
         self.arguments = list(map(str, arguments))
@@ -72,7 +72,7 @@ class Sweep:
             raise ValueError("{steps} is among the script's arguments: give --steps N as well.")
         if sweep_options.devices:
             device_groups(sweep_options.devices, sweep_options.nproc_per_node or 1)
-        Margin.of(sweep_options.margin)  # raises before the folder is made
+        Margin.of(sweep_options.margin)  # so that it raises before the folder is made
         self._plan = Plan(sweep_options, earlier)
         self._directory = Directory(path, self._settings(), sweep_options)
         directory, plan = self._directory, self._plan
@@ -92,7 +92,7 @@ class Sweep:
 
     @property
     def directory(self) -> Path:
-        """Where the results are."""
+        """The folder of the results."""
         return self._directory.path
 
     @property
@@ -117,7 +117,7 @@ class Sweep:
 
     @property
     def shown_failures(self) -> set[Case]:
-        """The rows of which a failure was shown with its last lines."""
+        """The rows of which a failure was shown, with the last lines of its output."""
         return self._coordinator.shown_failures
 
     @property
@@ -137,21 +137,18 @@ class Sweep:
         the metric; and at the end if trials were lost, for example with a node.  No trial is left
         running.
         """
-        program = self._program
-        if self._options.copies and self._file.resolve().is_relative_to(Path.cwd()):
-            here = str(self._file.resolve().relative_to(Path.cwd()))  # its copy runs
-            program = program if program.is_module else Program(here)
+        program, file = self._program, self._file.resolve()
+        if self._options.runs_in_copies and file.is_relative_to(Path.cwd()):
+            relative = str(file.relative_to(Path.cwd()))  # names the file in the copy
+            program = program if program.is_module else Program(relative)
         runner = Runner(
-            program,
-            self.arguments,
+            program, self.arguments,
             self._directory.runs.resolve(),  # a trial in a copy has another current folder
             metrics=self._options.metrics,
-            timeout=self._options.timeout,
-            processes=self._options.nproc_per_node,
-            override_seeds=self._options.override_seeds,
-            probe=self._options.probe,
-            in_copy=self._options.copies,
-        )
+            timeout=self._options.timeout, processes=self._options.nproc_per_node,
+            override_seeds=self._options.override_seeds, probe=self._options.probe,
+            in_copy=self._options.runs_in_copies,
+        )  # fmt: skip
         try:
             display, engine = progress or Progress(), engines.make(self._options)
             with display, engine:
@@ -169,7 +166,7 @@ class Sweep:
         self._directory.release()
 
     def _settings(self) -> dict[str, Any]:
-        """What a resumed sweep must share."""
+        """The settings that a resumed sweep must share."""
         return {
             "script": self.script if self._program.is_module else str(self._file.resolve()),
             "script_sha256": hashlib.sha256(self._file.read_bytes()).hexdigest(),

@@ -1,1 +1,1 @@
-"""What is measured in a trial, and its record."""
+"""Measurements in a trial, and their file."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.report.directions import direction
 
 _EXPONENT = re.compile(r"(?<=[\d.])[eE][-+]?\d+\b")
@@ -22,11 +22,11 @@ _SENTENCE = re.compile(r"\b([A-Za-z]+)( [^\n:=|,;{}]{1,60}[:=] *)\d+\.?\d*")
 
 
 def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
-    r"""For each pattern with a match, by name: all numbers that its group matched.
+    r"""All numbers that the group of each pattern matches, by name; only patterns that match.
 
-    The group `([\d.]+)` matches 2.5 in 2.5e-05; the exponent is added.  `(\S+)` also matches
-    characters around a number, as in `77.5%`; they are removed.  `^` and `$` match at the begin and
-    end of each line.  Raises `ValueError` for a match that is not a number.
+    If the group matches a number without its exponent, as `([\d.]+)` does in 2.5e-05, the exponent
+    is added.  Characters around a number, as in `77.5%`, are removed.  `^` and `$` match at the
+    begin and end of each line.  Raises `ValueError` for a match that is not a number.
     """
     text = log.read_bytes().decode("utf-8", "replace")
     numbers = {
@@ -42,9 +42,9 @@ def read_metrics(log: Path, patterns: Mapping[str, str]) -> dict[str, Series]:
 def metric_hint(log: Path, size: int) -> tuple[str, str] | None:
     r"""A number in the output that looks like a metric, and the `--metric` that reads it.
 
-    For example `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None if there is none.  Such
-    numbers have a name that is better when higher, which may begin a sentence.  Or they have a
-    decimal point and a name with a word for validation.  Times and counts are left out.  `size` is
+    For example `val_loss: 0.93` and `val_loss=val_loss: ([\d.]+)`; None if there is none.  Either
+    the name of the number says that higher is better, and may begin a sentence; or the name has a
+    word for validation, and the number a decimal point.  Times and counts are left out.  `size` is
     the present size of the file, for the cache.
     """
     text = log.read_bytes().decode("utf-8", "replace")
@@ -67,12 +67,12 @@ def _is_score(name: str, _: str) -> bool:
     return direction(name) == "higher"
 
 
-def _begins_with_score(name: str, shown: str) -> bool:
-    return _is_score(name, shown) and not _NO_METRIC.search(shown)
+def _begins_with_score(name: str, text: str) -> bool:
+    return _is_score(name, text) and not _NO_METRIC.search(text)
 
 
-def _is_of_validation(name: str, shown: str) -> bool:
-    return bool(_VALIDATION.match(name)) and "." in shown and not _NO_METRIC.search(name)
+def _is_of_validation(name: str, text: str) -> bool:
+    return bool(_VALIDATION.match(name)) and "." in text and not _NO_METRIC.search(name)
 
 
 def _number(match: re.Match[str], name: str, log: Path) -> float:

@@ -13,9 +13,9 @@ import ampatch
 from ampatch.device_figures import device_name
 from ampatch.errors import AmpatchError
 from ampatch.launch.script import EnoughSteps
-from ampatch.sweep.measure.machine import load, state_of_the_machine
-from ampatch.sweep.measure.probes import Readings, Track, peak_memory
-from ampatch.sweep.measure.record import Measured
+from ampatch.sweep.measure.machine import load_average, machine_conditions
+from ampatch.sweep.measure.readings import Readings, Track, peak_memory
+from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.measure.step_times import StepTimes
 from ampatch.torch_private.devices import can_read_without_sync
 
@@ -23,10 +23,10 @@ REPORT_EVERY = 0.5  # seconds
 
 
 class Recorder:
-    """Collects a `Measured` from ampatch's notices; an observer for `ampatch.observe`.
+    """An observer for `ampatch.observe` that collects a `Measured`.
 
-    `report(steps, loss)` is called about twice a second, to show progress.  The script is
-    ended after `steps` steps of one optimizer.
+    `report(steps, loss)` is called about twice a second, to show progress.  The script is ended
+    when an optimizer has taken `steps` steps.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Recorder:
     ) -> None:
         self._report = report
         self._steps = steps
-        self._machine = state_of_the_machine()
+        self._machine = machine_conditions()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # of sessions, steps and metrics
+        self.notices = 0  # number of calls about sessions, steps and metrics
         self._properties: Any = None
         self._training_without_ampatch: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
@@ -75,10 +75,10 @@ class Recorder:
         steps = self._times.step_ends(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
-        if can_read_without_sync(device):  # reading it elsewhere waits for the device
+        if can_read_without_sync(device):  # on other devices this read would wait for the device
             self._loss_scale = self._current_scale()
         self._show_progress()
-        # None again if the script goes on because it catches every exception.
+        # It becomes None again if the script catches the exception and goes on.
         self._stopped_at = self._steps if steps == self._steps else None
         if self._stopped_at is not None:
             raise EnoughSteps
@@ -98,20 +98,17 @@ class Recorder:
             vars(self._properties) if self._properties else {},
         )
         return Measured(
-            opt_level=level,
-            properties={key: str(value) for key, value in properties.items()},
+            opt_level=level, properties={key: str(value) for key, value in properties.items()},
             skipped=[bool(value) for value in self._skipped.read()],
             **self._times.of_main_optimizer(),
             losses={key: track.series(self._started) for key, track in self._losses.items()},
             metrics={key: track.series(self._started) for key, track in self._metrics.items()},
             loss_scales={key: track.changes(self._started) for key, track in self._scales.items()},
             loss_scale=self._loss_scale if (scale := self._current_scale()) is None else scale,
-            device=self._device and device_name(self._device),
-            memory_bytes=memory_bytes,
-            memory_kind=memory_kind,
-            stopped_at=self._stopped_at,
-            machine={**self._machine, **load("load_at_end")},
-        )
+            device=self._device and device_name(self._device), memory_bytes=memory_bytes,
+            memory_kind=memory_kind, stopped_at=self._stopped_at,
+            machine={**self._machine, **load_average("load_at_end")},
+        )  # fmt: skip
 
     def _current_scale(self) -> float | None:
         try:

@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 import torch
 
 from ampatch.device_figures import moment, seconds_between
-from ampatch.sweep.measure.probes import BATCH
+from ampatch.sweep.measure.readings import BATCH
 from ampatch.torch_private.devices import can_read_without_sync
 
 
 class _StepEnd(NamedTuple):
-    """The end of a step: its optimizer's id, and the counts at that moment."""
+    """The end of a step."""
 
-    optimizer: int
-    cpu_seconds: float  # all threads of the process together
-    pauses: int
+    optimizer: int  # id of the optimizer
+    cpu_seconds: float  # CPU time until then, of all threads of the process
+    pauses: int  # number of pauses until then
 
 
 class StepTimes:
     """Records when steps end, of any optimizers."""
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None  # of the first step
+        self._device: torch.device | None = None  # device of the first step
         self._unread_moments: list[Any] = []
-        self._seconds = array("d")  # from each end to the next
+        self._seconds = array("d")  # seconds from each end to the next
         self._ends: list[_StepEnd] = []
-        self._steps: Counter[int] = Counter()  # by optimizer
+        self._steps: Counter[int] = Counter()  # number of steps by optimizer
 
     def step_ends(self, optimizer: int, device: torch.device, pauses: int = 0) -> int:
         """A step of the optimizer with this id ended; returns how many it has taken.
@@ -45,16 +45,17 @@ class StepTimes:
             self._device = device
         self._unread_moments.append(moment(self._device))
         if len(self._unread_moments) > 2 * BATCH:
-            self._read(BATCH)  # long past: the device need not be waited for
+            self._read(BATCH)  # these are long past, so the read does not wait for the device
         self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
         self._steps[optimizer] += 1
         return self._steps[optimizer]
 
     def of_main_optimizer(self) -> dict[str, list[float | None]]:
-        """`step_seconds` and `cpu_seconds` of the optimizer that stepped most.
+        """`step_seconds` and `cpu_seconds` of the optimizer that stepped most often.
 
-        Its step is the script's iteration.  There is a value for each step, None for the first and
-        for the first after a pause.  On a device that is no CPU there are no CPU seconds.
+        Its step counts as an iteration of the script.  There is a value for each step; None for the
+        first step, and for the first after a pause.  On other devices than the CPU there are no CPU
+        seconds.
         """
         if self._device is None:
             return {}

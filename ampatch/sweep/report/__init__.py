@@ -1,1 +1,1 @@
-"""Figures, verdicts and pages, made of the records of a sweep's trials."""
+"""Figures, verdicts and pages, made from the runs of a sweep."""

@@ -1,8 +1,8 @@
-"""Whether a metric is better when it is higher or lower, as far as its name says.
+"""Tells from the name of a metric whether lower or higher is better.
 
 A name is split into words: at characters that are no letters, at capitals (`valLoss`) and around
-the long words of `_EMBEDDED` (`valloss`).  These words are looked up in the lists below, in the
-singular and the plural.
+the long words of `_EMBEDDED` (`valloss`).  The words are looked up in the lists below, in singular
+and plural.
 
     logloss, val/MSELoss, testErr, top5_error   lower
     mAP50, val_acc, F1, ROUGE-L                 higher
@@ -30,8 +30,8 @@ _HIGHER = """
     correct similarity agreement reward return elo elbo fitness likelihood loglikelihood log_prob
     logprob prec loglik bacc sensitivity explained_variance winrate pck sisdr
 """
-_GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, if no word of the lists above is there
-# With one of these in the name the other words tell nothing: a drop of accuracy is no accuracy.
+_GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, if no word of the lists above occurs
+# A name with such a word has no direction: a drop of accuracy is no accuracy.
 _QUALIFIERS = """
     scale scaling weight loss_coef loss_coefficient threshold std stdev stderr sd var variance gap
     drop delta diff difference change improvement increase decrease reduction neg negative negated
@@ -51,10 +51,10 @@ _NLL = re.compile(r"\bneg(ative)? log likelihood\b")
 
 
 def direction(name: str) -> str | None:
-    """Whether a metric of this name is better when "higher" or "lower"; None if it does not say.
+    """Whether "higher" or "lower" is better for a metric of this name; None if unknown.
 
-    None too for words of both lists, unless the last word is of the list `_LOWER`: lower is better
-    for `dice_loss` and `accuracy_error`.
+    For a name with words of both lists it is None, unless the last of them is of the list `_LOWER`:
+    lower is better for `dice_loss` and `accuracy_error`.
     """
     words = _NLL.sub("nll", _words(name))
     if _COMPLEMENT.match(name) or _QUALIFIED.search(words):
@@ -67,14 +67,14 @@ def direction(name: str) -> str | None:
     return ways[0] if ways else None
 
 
-def option(name: str) -> str:
-    """The option of the command line that gives a metric its direction, in both forms."""
+def direction_options(name: str) -> str:
+    """The command-line options for both directions of a metric: `--better X=lower or ...`."""
     lower, higher = (shlex.quote(f"{name}={way}") for way in ("lower", "higher"))
     return f"--better {lower} or --better {higher}"
 
 
 def _words(name: str) -> str:
-    """The words of a name in small letters, a space between them."""
+    """The words of a name in lower case, separated by spaces."""
     words = _SPLIT.sub(r"\1 \2", " ".join(_WORD.findall(name)).lower())
     return _EMBEDDED_THEN_TEXT.sub(r"\1 \2", _TEXT_THEN_EMBEDDED.sub(r"\1 \2", words))
 

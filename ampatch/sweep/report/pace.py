@@ -1,28 +1,29 @@
 """The verdict on speed: which rows are faster or slower than O0 by more than the noise.
 
-The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0 itself.
-In each round O0 runs twice, and the speed of its second run relative to the first should be 1.00.
-The reach of O0 is the factor by which these speeds depart from 1.00, up or down.  If O0 ran only
-once in a round, but in three rounds or more, each round's run is compared with the next one's.
-By this rule a row as fast as O0 is called faster in 2 % of sweeps, with two rounds in 10 %
-(simulated, noise of 2 to 30 %).  One round shows nothing.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0: it runs
+twice in each round, and the speed of its second run relative to the first should be 1.00.  The
+reach of O0 is the factor by which these speeds depart from 1.00, up or down.  If O0 ran once in
+each of three rounds or more, its runs of successive rounds are compared instead.
+
+In simulations with noise of 2 to 30 % this rule calls a row that is as fast as O0 faster in 2 % of
+sweeps, with two rounds in 10 %.  One round shows nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampatch.sweep.report.figures import spread_of
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.run_figures import spread_of
 
-NOISE = 0.05
+NOISE = 0.05  # relative difference of speeds that counts as noise
 WORTHWHILE = 1.05  # the smallest speed-up for which a row is recommended
 FASTER, SLOWER, UNKNOWN, FEW_ROUNDS = "faster", "slower", "not told apart", "too few rounds"
 
 
 def reach_of(ratios: Sequence[float]) -> float | None:
-    """O0's reach, from the ratios of its two runs in each round; None without a ratio."""
+    """O0's reach, from the speed ratios of its two runs in each round; None without a ratio."""
     spread = spread_of(ratios)
     if spread is None:
         return None
@@ -32,17 +33,18 @@ def reach_of(ratios: Sequence[float]) -> float | None:
 
 
 def pace_of(
-    speeds: Spread | None,
-    reach: float | None,
-    cpu_speeds: Spread | None = None,
+    speeds: Spread | None, reach: float | None, cpu_speeds: Spread | None = None,
     cpu_reach: float | None = None,
-) -> tuple[str, bool]:
-    """The verdict on a row's `speeds` with O0's `reach`, and whether CPU time decided."""
+) -> tuple[str, bool]:  # fmt: skip
+    """The verdict on a row's `speeds` with O0's `reach`, and whether CPU time decided.
+
+    CPU time decides if wall time is too noisy for a verdict.
+    """
     pace = _verdict(speeds, reach)
     if speeds and reach and pace == UNKNOWN and max(reach, speeds.high / speeds.low) > 1 + NOISE:
-        by_cpu = _verdict(cpu_speeds, cpu_reach)
-        if by_cpu in (FASTER, SLOWER):
-            return by_cpu, True
+        cpu_pace = _verdict(cpu_speeds, cpu_reach)
+        if cpu_pace in (FASTER, SLOWER):
+            return cpu_pace, True
     return pace, False
 
 
@@ -57,10 +59,10 @@ def _verdict(speeds: Spread | None, reach: float | None) -> str:
 def is_surely_faster(faster: Row, other: Row) -> bool:
     """Whether one row is faster than another by more than the noise."""
     if faster.by_cpu or other.by_cpu:
-        ours, theirs, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
+        speeds, other_speeds, reach = faster.cpu_speeds, other.cpu_speeds, faster.cpu_reach
     else:
-        ours, theirs, reach = faster.speeds, other.speeds, faster.reach
-    return None not in (ours, theirs, reach) and ours.low > theirs.high * reach
+        speeds, other_speeds, reach = faster.speeds, other.speeds, faster.reach
+    return None not in (speeds, other_speeds, reach) and speeds.low > other_speeds.high * reach
 
 
 def speed_text(row: Row) -> str:
@@ -77,7 +79,7 @@ def speed_text(row: Row) -> str:
     text = ratio_text(row.decisive, "times as fast as O0")
     if row.by_cpu:
         return f"{text} by CPU time (wall time is too noisy: {ratio_text(row.speeds)})"
-    return text + ", in too few rounds to tell" * (row.pace == FEW_ROUNDS)
+    return f"{text}, in too few rounds to tell" if row.pace == FEW_ROUNDS else text
 
 
 def worthwhile(rows: Sequence[Row]) -> list[Row]:
@@ -90,8 +92,8 @@ def is_not_worthwhile(row: Row) -> bool:
     return row.pace == SLOWER or (row.pace == FASTER and not worthwhile([row]))
 
 
-def ratio_text(speeds: Spread | None, of: str = "") -> str:
+def ratio_text(speeds: Spread | None, unit: str = "") -> str:
     """`1.57 times as fast as O0 (1.47 to 1.77)`, with the quartiles over the rounds."""
     assert speeds is not None
-    words = f"{ratio(speeds.median)} {of}".rstrip()
-    return words if speeds.n < 2 else f"{words} ({ratio(speeds.low)} to {ratio(speeds.high)})"
+    text = f"{ratio(speeds.median)} {unit}".rstrip()
+    return text if speeds.n < 2 else f"{text} ({ratio(speeds.low)} to {ratio(speeds.high)})"

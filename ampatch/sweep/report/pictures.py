@@ -1,7 +1,8 @@
-"""The pictures of a sweep: the loss by step and by time, and the speed.
+"""Draws the pictures of a sweep: the loss by step and by time, and the speed.
 
-Colours are opt levels, for colour-blind readers (Okabe and Ito, "Color Universal Design", 2008,
-without yellow).  The same data give the same bytes: no dates, and fixed names inside an SVG.
+The colour shows the opt level, by a palette for colour-blind readers (Okabe and Ito, "Color
+Universal Design", 2008, without yellow).  The same data give the same bytes, because files have no
+dates, and fixed names inside an SVG.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure  # not pyplot, which has global state
 from pandas import DataFrame
 
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.figures import main_losses
-from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.margin import LAST_LOSS
 from ampatch.sweep.report.numbers import ratio
 from ampatch.sweep.report.results import FORMATS, Results, Row
-from ampatch.sweep.report.table import quality_mark, speed_mark
+from ampatch.sweep.report.run_figures import main_losses
+from ampatch.sweep.report.table import accuracy_mark, speed_mark
 from ampatch.sweep.trial import BASE
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-WIDTH, DPI = 4.6, 240  # inches: legible in a column of a paper and on a phone
-NAME = 24  # letters in a line beside bars
-POINTS = 40  # of a line: more are averaged in blocks, then over the seeds
+WIDTH, DPI = 4.6, 240  # width in inches: legible in a column of a paper and on a phone
+NAME_WIDTH = 24  # letters in a line beside bars
+MAX_POINTS = 40  # points of a line; more are averaged in blocks, then over the seeds
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -46,7 +47,7 @@ STYLE = {
     "legend.handlelength": 3.0,
     "pdf.fonttype": 42,  # TrueType; some publishers refuse type 3
     "svg.hashsalt": "ampatch",
-    "text.parse_math": False,  # names of rows may have a $
+    "text.parse_math": False,  # because names of rows may have a $
 }
 LOOKS = (
     "Dashed lines and lighter bars are bfloat16. Bands are the range over seeds, whiskers the "
@@ -58,13 +59,13 @@ LOOKS = (
 class Picture:
     """A picture in each format."""
 
-    name: str  # the files' name without ending
+    name: str  # file name without ending
     caption: str
     files: dict[str, bytes]  # by format
 
     @property
     def address(self) -> str:
-        """The SVG as an address, for a page that has it inside."""
+        """The SVG as a data URL, for a page that contains it."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.files['svg']).decode()}"
 
 
@@ -90,7 +91,7 @@ def _by_step(results: Results, losses: DataFrame) -> Picture | None:
 
 def _by_time(results: Results, losses: DataFrame) -> Picture | None:
     lines = lines_of(losses, "seconds")
-    if len(lines) < 2:  # one line is the same by step
+    if len(lines) < 2:  # a single line looks the same by step
         return None
     x_label, panels = "time since the first loss (s)", [_losses_of(lines)]
     return _picture("loss-by-time", "Training loss by time.", x_label, results, panels)
@@ -104,15 +105,15 @@ def _speed(results: Results) -> Picture | None:
         "Speed relative to O0 in the same round, and the median time of a step; grey: what O0 "
         "itself differed by."
     )
-    lines = sum(textwrap.fill(row.name, NAME).count("\n") + 1 for row in timed)
+    lines = sum(textwrap.fill(row.name, NAME_WIDTH).count("\n") + 1 for row in timed)
     panels = [_Panel(0.9 + 0.12 * len(timed) + 0.17 * lines, _draw_bars, timed)]
     x_label = "speed relative to O0 (times; larger is faster)"
     return _picture("speed", caption, x_label, results, panels)
 
 
 class _Panel(NamedTuple):
-    height: float  # inches
-    draw: Callable[[Any, Results, Any], None]  # on axes
+    height: float  # in inches
+    draw: Callable[[Any, Results, Any], None]  # draws (axes, results, data)
     data: Any
 
 
@@ -125,7 +126,7 @@ def _picture(
     name: str, caption: str, x_label: str, results: Results, panels: Sequence[_Panel]
 ) -> Picture:
     """The panels, one below the other, with `x_label` under the last; lines get a legend."""
-    with style.context(["default", STYLE]):  # not the user's style
+    with style.context(["default", STYLE]):  # so that the user's style has no effect
         heights = [panel.height for panel in panels]
         figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
         grid = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
@@ -137,16 +138,16 @@ def _picture(
             columns = 1 if max(map(len, labels)) > 28 else 2
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out once, for all formats
-        about = f"{caption} {'; '.join(provenance.lines(results))}"
-        described = {
-            "svg": {"Title": caption, "Description": about, "Date": None},
-            "pdf": {"Title": caption, "Subject": about, "CreationDate": None},
-            "png": {"Title": caption, "Description": about},
+        figure.set_layout_engine("none")  # lay out only once, for all formats
+        description = f"{caption} {'; '.join(provenance.lines(results))}"
+        metadata = {
+            "svg": {"Title": caption, "Description": description, "Date": None},
+            "pdf": {"Title": caption, "Subject": description, "CreationDate": None},
+            "png": {"Title": caption, "Description": description},
         }
         files = {}
         for form in FORMATS:
-            figure.savefig(buffer := io.BytesIO(), format=form, dpi=DPI, metadata=described[form])
+            figure.savefig(buffer := io.BytesIO(), format=form, dpi=DPI, metadata=metadata[form])
             files[form] = buffer.getvalue()
     return Picture(name, caption, files)
 
@@ -159,12 +160,14 @@ def _draw_lines(
         line, style_ = lines[row.label], _style(results, row)
         # Each line is thinner than the one before, so that equal lines are all visible.
         width = 2.9 - 1.9 * number / max(1, len(drawn) - 1)
-        axes.plot(line.x, line.y, label=row.name + quality_mark(row, LOSS), lw=width, **style_)
+        axes.plot(
+            line.x, line.y, label=row.name + accuracy_mark(row, LAST_LOSS), lw=width, **style_
+        )
         if row.seeds > 1:
             band = {"color": style_["color"], "alpha": 0.1, "lw": 0}
             axes.fill_between(line.x, line.low, line.high, **band)
-    ends = [end for line in lines.values() for end in (*line.low, *line.high)]
-    values = [end for end in ends if not math.isnan(end)]
+    limits = [limit for line in lines.values() for limit in (*line.low, *line.high)]
+    values = [limit for limit in limits if not math.isnan(limit)]
     if min(values) > 0 and max(values) > 50 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -172,38 +175,38 @@ def _draw_lines(
 
 
 def _draw_differences(axes: Any, results: Results, deviations: dict[str, DataFrame]) -> None:
-    """In percent; if a row is far off, the axis is logarithmic beyond 1 %."""
-    others = {label: line for label, line in deviations.items() if label != BASE.label}
+    """Draw differences in percent; with large differences the axis is logarithmic beyond 1 %."""
+    lines = {label: line for label, line in deviations.items() if label != BASE.label}
     axes.axhline(0, color="#000000", lw=0.8)
-    _draw_lines(axes, results, others, "difference\nfrom O0 (%)")
-    if max(line.y.abs().max() for line in others.values()) > 5:
+    _draw_lines(axes, results, lines, "difference\nfrom O0 (%)")
+    if max(line.y.abs().max() for line in lines.values()) > 5:
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(axes.get_ylim())  # the scatter of O0 sets no limits
+    axes.set_ylim(axes.get_ylim())  # fixes the limits before the scatter of O0 is drawn
     if BASE.label in deviations:
         base = deviations[BASE.label]
         axes.fill_between(base.x, base.low, base.high, color="#8c8c8c", alpha=0.35, lw=0, zorder=0)
 
 
 def _draw_bars(axes: Any, results: Results, rows: Sequence[Row]) -> None:
-    """A bar for each row, the first on top, with its text on the right."""
+    """Draw a bar for each row, the first row on top, with its text on the right."""
     texts = []
-    for height, row in enumerate(rows):
+    for position, row in enumerate(rows):
         speeds = row.speeds
         assert speeds is not None
-        judged = quality_mark(row, row.comparisons[0].name) if row.comparisons else ""
-        marks = speed_mark(row) + judged
+        judged_mark = accuracy_mark(row, row.comparisons[0].name) if row.comparisons else ""
+        marks = speed_mark(row) + judged_mark
         colour = to_rgb(_style(results, row)["color"])
         if row.dtype == "bfloat16":
-            colour = tuple(0.45 + 0.55 * part for part in colour)
+            colour = tuple(0.45 + 0.55 * channel for channel in colour)
         whiskers = [[speeds.median - speeds.low], [speeds.high - speeds.median]]
         axes.barh(
-            height, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
+            position, speeds.median, height=0.6, color=colour, edgecolor="white", linewidth=0,
             xerr=whiskers if speeds.n > 1 else None,
             error_kw={"ecolor": "#666666", "elinewidth": 1, "capsize": 2.5},
         )  # fmt: skip
         texts.append(f"{ratio(speeds.median)}x{marks}, {row.step_ms:.3g} ms")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(row.name, NAME) for row in rows])
+    axes.set_yticks(range(len(rows)), [textwrap.fill(row.name, NAME_WIDTH) for row in rows])
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     axes.axvline(1, color="#333333", lw=1, ls=":")
@@ -222,35 +225,35 @@ def _style(results: Results, row: Row) -> dict[str, Any]:
     return {"color": colours[row.opt_level], "linestyle": dashes}
 
 
-# The lines, as data frames of pandas: one per row, of all its seeds
+# The lines are data frames of pandas: one frame per row, over all its seeds
 
 
 def losses_of(runs: Iterable[Run]) -> DataFrame:
-    """A line for each loss of a whole run, with its number `n` in the run; NaN if not finite.
+    """A line for each loss of a full run, with its number `n` in the run; NaN if not finite.
 
-    `seconds` are those since the run's first loss.
+    `seconds` is the time since the first loss of the run.
     """
-    parts = []
+    frames = []
     for run in runs:
         series = main_losses(run.measured)
         if run.trial.short or not series.values:
             continue
-        part = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
-        part["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
-        parts.append(part.assign(row=run.case.label, seed=run.trial.seed, n=part.index))
+        frame = pandas.DataFrame({"step": series.steps, "loss": series.values}, dtype=float)
+        frame["seconds"] = [second - series.seconds[0] for second in series.seconds] or math.nan
+        frames.append(frame.assign(row=run.case.label, seed=run.trial.seed, n=frame.index))
     columns = ["row", "seed", "n", "step", "seconds", "loss"]
-    losses = pandas.concat(parts) if parts else pandas.DataFrame(columns=columns)
+    losses = pandas.concat(frames) if frames else pandas.DataFrame(columns=columns)
     return losses.replace([math.inf, -math.inf], math.nan)[columns]
 
 
 def differences(losses: DataFrame) -> DataFrame:
-    """`losses_of` minus O0's at the same step with the same seed, in percent of O0's.
+    """The losses minus O0's at the same step with the same seed, in percent of O0's.
 
-    For O0 itself minus the mean over its seeds, if it has two or more.  Empty without O0.
+    For O0: its losses minus the mean over its seeds, if it has two or more.  Empty without O0.
     """
-    at = ["seed", "n", "step"]
+    keys = ["seed", "n", "step"]
     base = losses[losses.row == BASE.label]
-    both = losses.merge(base[[*at, "loss"]].rename(columns={"loss": "reference"}), on=at)
+    both = losses.merge(base[[*keys, "loss"]].rename(columns={"loss": "reference"}), on=keys)
     is_base = both.row == BASE.label
     both.loc[is_base, "reference"] = both[is_base].groupby("n").loss.transform("mean")
     reference = both.reference.abs().replace(0, math.nan)
@@ -258,16 +261,16 @@ def differences(losses: DataFrame) -> DataFrame:
     return both if base.seed.nunique() > 1 else both[~is_base]
 
 
-def lines_of(losses: DataFrame, along: str = "step") -> dict[str, DataFrame]:
+def lines_of(losses: DataFrame, x_name: str = "step") -> dict[str, DataFrame]:
     """The line of each row of `losses_of` or `differences`: `x`, `y`, `low` and `high` by block.
 
     Rows without a finite number have no line.
     """
-    size = max(1, math.ceil((losses.n.max() + 1) / POINTS)) if len(losses) else 1
-    seeds = losses.groupby(["row", "seed", losses.n // size])[[along, "loss"]].mean()
-    rows = seeds.groupby(level=["row", "n"], sort=False)
-    y = rows["loss"]
-    line = rows[[along]].mean().set_axis(["x"], axis=1)
-    line = line.assign(y=y.mean(), low=y.min(), high=y.max())
-    of_rows = {label: part.droplevel("row") for label, part in line.groupby(level="row")}
-    return {label: part for label, part in of_rows.items() if part.y.notna().any()}
+    size = max(1, math.ceil((losses.n.max() + 1) / MAX_POINTS)) if len(losses) else 1
+    seeds = losses.groupby(["row", "seed", losses.n // size])[[x_name, "loss"]].mean()
+    blocks = seeds.groupby(level=["row", "n"], sort=False)
+    y = blocks["loss"]
+    points = blocks[[x_name]].mean().set_axis(["x"], axis=1)
+    points = points.assign(y=y.mean(), low=y.min(), high=y.max())
+    lines = {label: line.droplevel("row") for label, line in points.groupby(level="row")}
+    return {label: line for label, line in lines.items() if line.y.notna().any()}

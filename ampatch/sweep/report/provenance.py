@@ -1,6 +1,6 @@
-"""Where the figures of a report come from, for each kind of file.
+"""The provenance of the figures of a report.
 
-The facts are in `summary.json`.  Every other file repeats them, so that a table or a picture in a
+`summary.json` has these facts, and every other file repeats them, so that a table or a picture in a
 paper can be traced.
 """
 
@@ -11,28 +11,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.results import Results
 
 
 def facts(results: Results) -> dict[str, str]:
     """Names and values, each on one line: command, git, versions, device, threads, load."""
-    of_sweep = {"command": script_command(results), **results.provenance}
-    named = {
-        "command": of_sweep.pop("command"),
+    values = {  # `provenance` replaces command, git and device, if it has them
+        "command": script_command(results),
         "begun": results.started,
         "runs": f"{results.done} of {results.planned}",
-        "git": of_sweep.pop("git", "unknown"),
+        "git": "unknown",
         **results.versions,
-        "device": of_sweep.pop("device", "unknown"),
+        "device": "unknown",
         **results.machine,
-        **of_sweep,
+        **results.provenance,
     }
-    return {name: " ".join(str(value).split()) for name, value in named.items()}
+    return {name: " ".join(str(value).split()) for name, value in values.items()}
 
 
 def script_command(results: Results) -> str:
-    """The script with its arguments, as a shell has them."""
+    """The script with its arguments, quoted for a shell."""
     return shlex.join([*split_script(results.script), *results.arguments])
 
 
@@ -53,7 +52,7 @@ def lines(results: Results) -> list[str]:
 
 
 def machine_state(runs: Sequence[Run]) -> dict[str, str]:
-    """Native part, threads and load during the runs; empty before the first."""
+    """Native part, threads and load during the runs; empty before the first run."""
     states = [run.measured.machine for run in runs if run.measured and run.measured.machine]
     if not states:
         return {}
@@ -63,7 +62,7 @@ def machine_state(runs: Sequence[Run]) -> dict[str, str]:
     if native:
         state["native part"] = "active" if native == {True} else "not active"
     if len(native) > 1:
-        state["native part"] = "in some runs: compare no speed of theirs with one of the others"
+        state["native part"] = "active in some runs only: do not compare their speeds with others"
     return state
 
 

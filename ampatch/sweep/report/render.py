@@ -1,7 +1,7 @@
-"""The page, the pictures and the tables of a sweep, from the files in its directory.
+"""Writes the page, the pictures and the tables of a sweep, from the files in its directory.
 
-    DIR/report.html              all of it on one page, the pictures inside
-    DIR/plots/NAME.svg .pdf .png loss-by-step, loss-by-time, speed
+    DIR/report.html              the page: table, pictures and verdicts
+    DIR/plots/NAME.svg .pdf .png the pictures: loss-by-step, loss-by-time, speed
 
 They are written when a sweep has ended, and by `ampatch report` from the stored results.  The page
 (`templates/page.html.j2`) has no script and needs no other file.
@@ -17,8 +17,8 @@ from ampatch.sweep.report.numbers import setting_text, split_interval
 from ampatch.sweep.report.pictures import LOOKS, Picture, pictures
 from ampatch.sweep.report.provenance import facts, script_command
 from ampatch.sweep.report.recommendation import anything_compared
-from ampatch.sweep.report.results import DRAWN, PLOTS, REPORT, Results, read_sweep
-from ampatch.sweep.report.summary_files import render_template, write_tables
+from ampatch.sweep.report.result_files import render_template, write_tables
+from ampatch.sweep.report.results import PICTURE_FILES, PLOTS, REPORT, Results, read_sweep
 from ampatch.sweep.report.table import notes, table
 
 
@@ -32,8 +32,8 @@ def write_report(directory: str | Path) -> None:
     path, results = sweep.directory, sweep.results
     drawn = pictures(results, sweep.runs)
     (path / PLOTS).mkdir(exist_ok=True)
-    for old in DRAWN:
-        (path / old).unlink(missing_ok=True)
+    for name in PICTURE_FILES:
+        (path / name).unlink(missing_ok=True)
     for picture in drawn:
         for form, content in picture.files.items():
             (path / PLOTS / f"{picture.name}.{form}").write_bytes(content)
@@ -42,7 +42,7 @@ def write_report(directory: str | Path) -> None:
 
 
 def as_html(results: Results, drawn: Sequence[Picture]) -> str:
-    """The page."""
+    """The report as one HTML page."""
     rows = results.rows
     return render_template(
         "page.html",

@@ -1,6 +1,6 @@
-"""The table of a sweep's rows as texts: its columns and what they mean.
+"""The table of a sweep's rows as text: its columns and what they mean.
 
-`terminal.py`, `render.py` and `summary_files.py` show the same columns.
+`terminal.py`, `render.py` and `result_files.py` show the same columns.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from pandas import DataFrame
 
-from ampatch.sweep.report.directions import option
-from ampatch.sweep.report.figures import OK, brief
-from ampatch.sweep.report.judge import UNEVEN, difference_text
-from ampatch.sweep.report.margin import LOSS
-from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity, ratio
+from ampatch.sweep.report.comparisons import MAX_STEP_RATIO, difference_text
+from ampatch.sweep.report.directions import direction_options
+from ampatch.sweep.report.margin import LAST_LOSS
+from ampatch.sweep.report.numbers import MISSING, number, plus_minus, quantity_text, ratio
 from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
+from ampatch.sweep.report.run_figures import OK, status_name
 
 MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
@@ -33,7 +33,7 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column; `main` ones are in the table of a paper, where all would be too many."""
+    """A column of the table; only `main` columns are in the table for a paper."""
 
     title: str
     text: Callable[[Row], str]
@@ -41,43 +41,43 @@ class Column:
 
 
 def table(rows: Sequence[Row], main: bool = False) -> DataFrame:
-    """The texts of all columns or of the `main` ones, without empty columns."""
+    """The texts of all columns, or of the `main` columns; without empty columns."""
     chosen = [column for column in columns(rows) if column.main or not main]
     texts = [[column.text(row) for column in chosen] for row in rows]
-    every = DataFrame(texts, columns=[column.title for column in chosen], dtype=str)
-    return every.loc[:, every.ne(MISSING).any().to_numpy()] if rows else every
+    frame = DataFrame(texts, columns=[column.title for column in chosen], dtype=str)
+    return frame.loc[:, frame.ne(MISSING).any().to_numpy()] if rows else frame
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns of a table of `rows`: the fixed ones and the scripts' metrics."""
+    """The columns of a table of `rows`: the fixed columns, and one for each metric."""
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     marks = {name: _ARROWS[way] for name, way in _directions(rows).items()}
-    status = Column("status", lambda row: brief(row.status), main=False)
+    status = Column("status", lambda row: status_name(row.status), main=False)
     return [
         Column("row", lambda row: row.name),
         Column("step ms", lambda row: _with_quartiles(row.step_times, "{:.2f}".format)),
         Column("CPU ms", lambda row: number(row.cpu_ms, "{:.2f}"), main=False),
         Column("speed", _speed),
         Column("memory MiB", _mebibytes),
-        *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _are_uneven(rows) else []),
-        Column("first loss", lambda row: quantity(row.first_loss), main=False),
-        _scattered(LOSS, lambda row: row.last_loss),
+        *([Column("steps", lambda row: f"{row.steps or MISSING}")] if _is_uneven(rows) else []),
+        Column("first loss", lambda row: quantity_text(row.first_loss), main=False),
+        _mean_column(LAST_LOSS, lambda row: row.last_loss),
         *(
-            _scattered(name, lambda row, name=name: row.metrics.get(name), marks.get(name, ""))
+            _mean_column(name, lambda row, name=name: row.metrics.get(name), marks.get(name, ""))
             for name in names
         ),
-        *_difference(rows),
+        *_difference_columns(rows),
         Column("skips", _skips, main=False),
         Column("scale", lambda row: number(row.loss_scale, "{:.6g}"), main=False),
         *([status] if any(row.status != OK for row in rows) else []),
     ]
 
 
-def _are_uneven(rows: Sequence[Row]) -> bool:
-    """Whether rows that went well took different numbers of steps, as their losses say."""
+def _is_uneven(rows: Sequence[Row]) -> bool:
+    """Whether rows that went well took different numbers of steps."""
     steps = [row.steps for row in rows if row.steps and row.outcome != "failed"]
-    is_uneven = any(quantity.is_uneven for row in rows for quantity in row.comparisons)
-    return is_uneven or (bool(steps) and max(steps) > UNEVEN * min(steps))
+    has_uneven = any(comparison.is_uneven for row in rows for comparison in row.comparisons)
+    return has_uneven or (bool(steps) and max(steps) > MAX_STEP_RATIO * min(steps))
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -94,25 +94,25 @@ def notes(rows: Sequence[Row]) -> list[str]:
     }
     used = [text for text, is_used in explanations.items() if is_used]
     text = "; ".join([*used, *(_MEMORY[kind] for kind in memory_kinds)])
-    first = [f"{text[0].upper()}{text[1:]}."] if text else []
-    return [*first, *_unknown_note(rows), *mark_notes(rows)]
+    column_note = [f"{text[0].upper()}{text[1:]}."] if text else []
+    return [*column_note, *_unknown_note(rows), *mark_notes(rows)]
 
 
 def speed_mark(row: Row) -> str:
-    """The mark of a measured speed that may be noise; else ""."""
+    """The mark of a measured speed that may be noise; "" for other rows."""
     is_clear = row.pace in ("", FASTER, SLOWER) and not row.by_cpu
     return "" if row.speeds is None or is_clear else MAY_BE_NOISE
 
 
-def quality_mark(row: Row, name: str) -> str:
-    """The mark of a quantity that differs from O0's; else ""."""
-    outcome = next((quantity.outcome for quantity in row.comparisons if quantity.name == name), "")
+def accuracy_mark(row: Row, name: str) -> str:
+    """The mark of a loss or metric that differs from O0's; "" if it does not."""
+    outcome = next((c.outcome for c in row.comparisons if c.name == name), "")
     return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the marks that a table of these rows has."""
-    differs = any(quality_mark(row, quantity.name) for row in rows for quantity in row.comparisons)
+    differs = any(accuracy_mark(row, c.name) for row in rows for c in row.comparisons)
     used = {MAY_BE_NOISE: any(map(speed_mark, rows)), DIFFERS: differs}
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if used[mark]]
 
@@ -123,22 +123,22 @@ def _directions(rows: Sequence[Row]) -> dict[str, str | None]:
 
 
 def _unknown_note(rows: Sequence[Row]) -> list[str]:
-    """How to say the direction of the metrics that have none: a sentence, or nothing."""
+    """A note on the metrics that have no direction, and the option that gives one."""
     names = [name for name, way in _directions(rows).items() if way is None]
     if not names:
         return []
     return [
         f"{UNKNOWN}: the name does not say whether lower or higher is better "
-        f"({', '.join(names)}), so nothing is recommended on a difference in it; "
-        f"{option(names[0])} says it."
+        f"({', '.join(names)}), so nothing is recommended if it differs; give "
+        f"{direction_options(names[0])}."
     ]
 
 
-def _scattered(name: str, mean: Callable[[Row], float | None], mark: str = "") -> Column:
-    """A column of means ± standard deviations; the `mark` in its title is that of its direction."""
+def _mean_column(name: str, mean: Callable[[Row], float | None], mark: str = "") -> Column:
+    """A column of means ± standard deviations; `mark` shows the direction in its title."""
 
     def text(row: Row) -> str:
-        return plus_minus(mean(row), row.sds.get(name)) + quality_mark(row, name)
+        return plus_minus(mean(row), row.sds.get(name)) + accuracy_mark(row, name)
 
     return Column(f"{mark} {name.replace('_', ' ')}".strip(), text)
 
@@ -156,10 +156,10 @@ def _skips(row: Row) -> str:
     return f"{row.skipped}/{row.all_steps}" if row.all_steps else MISSING
 
 
-def _difference(rows: Sequence[Row]) -> list[Column]:
-    """The column of differences to O0, in the quantity of the verdicts, if any was tested."""
+def _difference_columns(rows: Sequence[Row]) -> list[Column]:
+    """The column of differences to O0 in the judged quantity; no column if none was tested."""
     judged = [row.comparisons[0] for row in rows if row.comparisons]
-    name = next((quantity.name for quantity in judged if quantity.p is not None), None)
+    name = next((comparison.name for comparison in judged if comparison.p is not None), None)
     if name is None:
         return []
 
@@ -170,7 +170,7 @@ def _difference(rows: Sequence[Row]) -> list[Column]:
 
 
 def _with_quartiles(spread: Spread | None, form: Callable[[float], str], unit: str = "") -> str:
-    """`1.62x [1.58, 1.66]`, or without quartiles of a single value."""
+    """`1.62x [1.58, 1.66]`; of a single value without quartiles."""
     if spread is None:
         return MISSING
     text = form(spread.median) + unit

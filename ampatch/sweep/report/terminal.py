@@ -1,7 +1,7 @@
 """A sweep's results on a terminal of any width, and as plain text in a file.
 
-A table that is too wide is written in parts, one below the other: each has the first
-columns, which name the row, and as many others as fit.  Long texts wrap between words.
+A table that is too wide is written in parts, one below the other.  Each part has the first column,
+which names the row, and as many further columns as fit.  Long texts wrap between words.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-from ampatch.sweep.report.figures import brief
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.results import Results, Row
+from ampatch.sweep.report.run_figures import status_name
 from ampatch.sweep.report.table import notes, table
 
 
 def write_results(results: Results, stream: TextIO, shown_failures: Collection[str] = ()) -> None:
     """Write the table, the verdicts, the notes, and the recommendation.
 
-    `shown_failures` are the labels of rows whose errors were shown; they are not written again.
+    `shown_failures` are the labels of rows whose errors were shown and are not written again.
     """
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # an arrow has no place in latin-1
+        stream.reconfigure(errors="backslashreplace")  # latin-1 has no arrows
     if results.rows:
         write_table(results.rows, stream)
         stream.write("\n")
     for row in results.rows:
         if row.outcome == "failed" and row.label in shown_failures:
-            failed = f"{row.runs - row.good_runs} of {counted(row.runs, 'run')}"
-            _write_line(f"{row.name}: {brief(row.status)} in {failed}, as shown", stream)
+            failed = f"{row.runs - row.good_runs} of {pluralize(row.runs, 'run')}"
+            _write_line(f"{row.name}: {status_name(row.status)} in {failed}, as shown", stream)
         else:
             _write_line(f"{row.name}: {row.verdict}", stream)
     for note in results.notes:
@@ -40,10 +40,10 @@ def write_results(results: Results, stream: TextIO, shown_failures: Collection[s
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table, on a terminal in parts that fit it, and what its columns are."""
-    shown = table(rows).set_index("row").rename_axis(index=None, columns="row")
-    lines = shown.to_string(line_width=_width() if stream.isatty() else None).splitlines()
-    stream.writelines(line.rstrip(" \\") + "\n" for line in lines)  # pandas marks parts by it
+    """Write the table, on a terminal in parts that fit, and what its columns mean."""
+    indexed = table(rows).set_index("row").rename_axis(index=None, columns="row")
+    lines = indexed.to_string(line_width=_width() if stream.isatty() else None).splitlines()
+    stream.writelines(line.rstrip(" \\") + "\n" for line in lines)  # pandas marks parts by "\"
     for note in notes(rows):
         _write_line(note, stream)
 

@@ -1,8 +1,8 @@
 """Writes a sweep's runs to TensorBoard and Weights & Biases; a run written again is replaced.
 
 * TensorBoard: event files in DIR/tensorboard, one directory for each run.
-* Weights & Biases: one run for each, in one group; wandb's own variables apply, and
-  `WANDB_MODE=offline` keeps the runs in DIR/wandb until `wandb sync`.
+* Weights & Biases: a run of wandb for each run of the sweep, in one group.  The environment
+  variables of wandb apply; `WANDB_MODE=offline` keeps the runs in DIR/wandb until `wandb sync`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.figures import status
-from ampatch.sweep.report.results import EVENTS, Stored, read_sweep
+from ampatch.sweep.report.results import EVENTS, StoredSweep, read_sweep
+from ampatch.sweep.report.run_figures import status
 
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by the name of the option
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # by option name
 
 
 class Point(NamedTuple):
-    """A value against optimizer steps; `seconds` are those since the script began, if known."""
+    """A value after `step` optimizer steps; `seconds` since the script began, None if unknown."""
 
     tag: str
     step: int
@@ -35,16 +35,17 @@ class Point(NamedTuple):
 
 
 def points(run: Run) -> Iterator[Point]:
-    """`loss`, `loss scale`, `metrics/NAME`, `step ms`, `skipped`; other losses: `loss/ID`."""
+    """Points tagged `loss`, `loss/ID`, `loss scale`, `metrics/NAME`, `step ms` and `skipped`."""
     measured = run.measured or Measured()
-    series = {f"metrics/{name}": values for name, values in measured.metrics.items()}
-    for tag, table in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
-        series |= {
-            tag if name == "0" else f"{tag}/{name}": values for name, values in table.items()
+    by_tag = {f"metrics/{name}": series for name, series in measured.metrics.items()}
+    for tag, by_id in (("loss", measured.losses), ("loss scale", measured.loss_scales)):
+        by_tag |= {
+            tag if loss_id == "0" else f"{tag}/{loss_id}": series
+            for loss_id, series in by_id.items()
         }
-    for tag, values in series.items():
-        seconds = values.seconds or [None] * len(values.values)
-        yield from map(Point, itertools.repeat(tag), values.steps, values.values, seconds)
+    for tag, series in by_tag.items():
+        seconds = series.seconds or [None] * len(series.values)
+        yield from map(Point, itertools.repeat(tag), series.steps, series.values, seconds)
     for step, duration in enumerate(measured.step_seconds):
         if duration is not None:
             yield Point("step ms", step, duration * 1000, None)
@@ -63,7 +64,7 @@ def check(name: str) -> None:
 
 
 def write(name: str, directory: str | Path) -> str:
-    """Write the whole runs of the sweep in `directory` to a tracker; returns where they are.
+    """Write the full runs of the sweep in `directory` to a tracker; returns how to see them.
 
     Raises `FileNotFoundError` if there is no sweep, `OSError` if the tracker refuses the runs.
     """
@@ -72,15 +73,15 @@ def write(name: str, directory: str | Path) -> str:
     return _wandb(sweep, runs) if name == "wandb" else _tensorboard(sweep, runs)
 
 
-def _tensorboard(sweep: Stored, runs: list[Run]) -> str:
+def _tensorboard(sweep: StoredSweep, runs: list[Run]) -> str:
     from torch.utils.tensorboard import SummaryWriter
 
     origin = "\n".join(f"- {line}" for line in provenance.lines(sweep.results))
     logs = sweep.directory / EVENTS
     began = datetime.fromisoformat(sweep.results.started).timestamp()
     for run in runs:
-        for old in (logs / run.trial.file_stem).glob("events.out.tfevents.*"):
-            old.unlink()
+        for old_file in (logs / run.trial.file_stem).glob("events.out.tfevents.*"):
+            old_file.unlink()
         with SummaryWriter(str(logs / run.trial.file_stem)) as writer:
             writer.add_text("where the figures come from", origin)
             for tag, step, value, seconds in points(run):
@@ -89,34 +90,35 @@ def _tensorboard(sweep: Stored, runs: list[Run]) -> str:
     return f"TensorBoard: tensorboard --logdir {logs}"
 
 
-def _wandb(sweep: Stored, runs: list[Run]) -> str:
+def _wandb(sweep: StoredSweep, runs: list[Run]) -> str:
     import wandb
 
-    quiet = ("silent", "disable_git", "disable_code", "x_disable_stats", "x_disable_meta")
-    about = {  # without facts of this process, which is not the one that trained
-        "settings": wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+    # wandb must not record facts of this process, because another process trained.
+    switched_on = ("silent", "disable_git", "disable_code", "x_disable_stats", "x_disable_meta")
+    shared = {
+        "settings": wandb.Settings(console="off", **dict.fromkeys(switched_on, True)),
         "project": os.environ.get("WANDB_PROJECT", "ampatch-sweep"),
         "group": f"{provenance.title(sweep.results)} {sweep.results.started}",
     }
     origin = provenance.facts(sweep.results)
     for run in runs:
         trial, case = run.trial, run.trial.case
-        identity = f"{about['group']} {sweep.directory.resolve()} {trial.file_stem}"
-        name = hashlib.sha256(identity.encode()).hexdigest()[:12]  # the same whenever it is written
-        for old in (sweep.directory / "wandb").glob(f"offline-run-*-{name}"):
-            shutil.rmtree(old)
+        identity = f"{shared['group']} {sweep.directory.resolve()} {trial.file_stem}"
+        run_id = hashlib.sha256(identity.encode()).hexdigest()[:12]  # equal if written again
+        for old_folder in (sweep.directory / "wandb").glob(f"offline-run-*-{run_id}"):
+            shutil.rmtree(old_folder)
         config = {"row": case.label, "opt_level": case.opt_level, "dtype": case.dtype or "float32"}
         config |= {"seed": trial.seed, "from": origin}
-        own = {"id": name, "name": trial.label, "dir": sweep.directory, "config": config}
+        options = {"id": run_id, "name": trial.label, "dir": sweep.directory, "config": config}
         try:
-            with wandb.init(**about, **own, reinit="create_new") as writer:
+            with wandb.init(**shared, **options, reinit="create_new") as writer:
                 ordered = sorted(points(run), key=lambda point: point.step)  # as wandb expects
-                for step, there in itertools.groupby(ordered, key=lambda point: point.step):
-                    writer.log({point.tag: point.value for point in there}, step=step)
+                for step, at_step in itertools.groupby(ordered, key=lambda point: point.step):
+                    writer.log({point.tag: point.value for point in at_step}, step=step)
                 writer.summary.update({"status": status(run), "seconds": run.seconds})
         except wandb.errors.Error as error:
             raise OSError(
                 f"wandb: {error} The sweep's own files are written; `ampatch report "
                 f"{sweep.directory} --wandb` tries again. WANDB_MODE=offline needs no account."
             ) from error
-    return f"Weights & Biases: project {about['project']}, group {about['group']}"
+    return f"Weights & Biases: project {shared['project']}, group {shared['group']}"

@@ -1,4 +1,4 @@
-"""Engines (`--engine`): they start the trials of a sweep, here or on a Ray cluster."""
+"""Engines (`--engine`) start the trials of a sweep, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from ampatch.sweep.execution.engines.local import LocalEngine
 from ampatch.sweep.execution.engines.protocol import Engine
 from ampatch.sweep.execution.placement import THREADS, Placement, device_groups
-from ampatch.sweep.execution.warm import WarmStarts
+from ampatch.sweep.execution.warm_starts import WarmStarts
 from ampatch.sweep.options import SweepOptions
 
 
 def make(options: SweepOptions) -> Engine:
-    """The engine that was asked for.
+    """The engine that the options name.
 
     Raises `EngineError` if a cluster cannot be reached or lacks what a trial needs.
     """

@@ -7,15 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Reached, Started
+from ampatch.sweep.execution.engines.protocol import Ended, Event, Failed, Progressed, Started
 from ampatch.sweep.execution.placement import Placement
 from ampatch.sweep.execution.runner import Runner, TrialControl
-from ampatch.sweep.execution.warm import WarmStarts
+from ampatch.sweep.execution.warm_starts import WarmStarts
 from ampatch.sweep.trial import Trial
 
 
 class LocalEngine:
-    """Runs one trial at a time at each of `placements`; those that run alone run at `timed`.
+    """Runs one trial at a time at each of `placements`; trials that run alone, at `timed`.
 
     With `warm` trials are forked from a server, if possible.
     """
@@ -51,7 +51,7 @@ class LocalEngine:
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
         placement = self._timed if alone else self._free.popleft()
-        control = TrialControl(lambda now: self._events.put(Reached(trial, now)), self._warm)
+        control = TrialControl(lambda now: self._events.put(Progressed(trial, now)), self._warm)
         arguments = runner, trial, control, placement
         thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._running[trial] = placement, control, thread

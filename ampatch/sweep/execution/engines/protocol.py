@@ -1,4 +1,4 @@
-"""What a sweep asks of the engine that runs its trials, and the events that it gets."""
+"""The interface of engines, which run the trials of a sweep, and the events that they report."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.trial import Trial
 
 
 @dataclass(frozen=True)
 class Started:
-    """The trial runs now."""
+    """The trial has begun to run."""
 
     trial: Trial
 
 
 @dataclass(frozen=True)
-class Reached:
-    """How far the trial has come."""
+class Progressed:
+    """The trial has new progress."""
 
     trial: Trial
     progress: TrialProgress
@@ -43,24 +43,24 @@ class Lost:
 
 @dataclass(frozen=True)
 class Failed:
-    """The trial could not be run at all: a file is missing, a disk is full."""
+    """The trial could not be run, because a file is missing or a disk is full, for example."""
 
     trial: Trial
     error: BaseException
 
 
-Event = Started | Reached | Ended | Lost | Failed
+Event = Started | Progressed | Ended | Lost | Failed
 
 
 class EngineError(RuntimeError):
-    """The engine cannot run trials: no cluster, no such resources."""
+    """The engine cannot run trials, because there is no cluster, or it lacks resources."""
 
 
 class Engine(Protocol):
-    """Runs trials somewhere.  Used by one thread, as a context manager.
+    """Runs trials.  Used by one thread, as a context manager.
 
-    Leaving the block ends everything that was submitted and has not ended, also after a
-    second Ctrl-C.  A sweep that is resumed submits the trials that have no run.
+    Leaving the block ends all submitted trials that still run, also after a second Ctrl-C.  A
+    resumed sweep submits the trials that have no run.
     """
 
     def __enter__(self) -> Engine: ...
@@ -68,13 +68,13 @@ class Engine(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def has_room(self) -> bool:
-        """Whether one more trial may be submitted, to run beside others."""
+        """Whether one more trial may be submitted that runs beside others."""
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        """Have `runner` run the trial.  With `alone` it has its devices, or a node, for itself.
+        """Run the trial by `runner`.  With `alone` it has its devices, or a node, to itself.
 
-        Such a trial is submitted when no other is running.  All of them run on one node.
+        A trial with `alone` is submitted when no other is running; they all run on the same node.
         """
 
     def events(self, seconds: float) -> Iterable[Event]:
-        """The events since the last call; waits up to this number of seconds for one."""
+        """The events since the last call; waits up to this number of seconds for an event."""

@@ -1,10 +1,10 @@
 """The order in which the trials of a sweep start, on any engine.
 
 * Trials that run side by side come first, in the order of the plan, as many at a time as the
-  engine takes.
+  engine has room for.
 * Trials that run alone on their devices follow, one at a time.
-* The very first trial has to take a step before another starts: a script that cannot train ends
-  the sweep before it has filled a cluster.
+* The very first trial has to take a step before another starts, so that a script that cannot train
+  ends the sweep before it has filled a cluster.
 """
 
 from __future__ import annotations
@@ -12,34 +12,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Progressed, Started
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.trial import Trial
 
-POLL = 0.5  # seconds to wait for news
+POLL = 0.5  # seconds to wait for an event
 
 
 class Schedule:
     """Submits trials to an engine: first those that run side by side, then those that run alone.
 
-    `runner_for` is called when a trial is about to start; None means that it does not run.
-    `has_trained`: an earlier part of the sweep has shown that the script trains.
+    `runner_for` is called when a trial is about to start; if it returns None, the trial does not
+    run.  `has_trained` is whether a run of the resumed sweep has shown that the script trains.
     """
 
     def __init__(
-        self,
-        side_by_side: Sequence[Trial],
-        alone: Sequence[Trial],
-        runner_for: Callable[[Trial], Runner | None],
-        has_trained: bool,
-    ) -> None:
+        self, side_by_side: Sequence[Trial], alone: Sequence[Trial],
+        runner_for: Callable[[Trial], Runner | None], has_trained: bool,
+    ) -> None:  # fmt: skip
         self.set_queues(side_by_side, alone)
         self._runner_for = runner_for
         self._running: set[Trial] = set()
         self._has_trained = has_trained
 
     def set_queues(self, side_by_side: Sequence[Trial], alone: Sequence[Trial]) -> None:
-        """The trials to start from now on."""
+        """Replace the trials that have not been submitted."""
         self._side_by_side, self._alone = deque(side_by_side), deque(alone)
 
     def run(self, engine: Engine) -> Iterator[Event]:
@@ -61,7 +58,7 @@ class Schedule:
             engine.submit(runner, trial, alone)
 
     def _update(self, event: Event) -> None:
-        if isinstance(event, Reached):
+        if isinstance(event, Progressed):
             self._has_trained = self._has_trained or event.progress.steps > 0
         elif not isinstance(event, Started):
             self._running.remove(event.run.trial if isinstance(event, Ended) else event.trial)

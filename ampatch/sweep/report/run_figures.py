@@ -1,15 +1,15 @@
 """The figures of one run.
 
-* Step time: from the end of one optimizer step to the end of the next.  The first steps (`WARM_UP`,
-  or a quarter of a short run) and the first step after `log_metrics`, which contains an
+* Step time: from the end of one optimizer step to the end of the next.  The first `WARM_UP_STEPS`
+  (a quarter of the steps of a short run) and the first step after `log_metrics`, which contains an
   evaluation, do not count.  With several optimizers the one that steps most often counts.
 * CPU time: that of all threads of the process, from step to step.
 * First and last loss: means over the first and the last twentieth of all losses given to
-  `scale_loss` or `backward()`; with several losses, those of the lowest `loss_id`.  First losses of
-  rows with unequal numbers of losses are means over as many as in the shortest run.
-* A run has diverged if its last loss is not finite, or if an earlier loss was not and
-  the optimizer step after it was taken.  An overflow that the loss scaler skipped is
-  no divergence.
+  `scale_loss` or `backward()`; with several losses, of those with the lowest `loss_id`.  If runs
+  recorded unequal numbers of losses, every first loss is a mean over the same number of losses, a
+  twentieth of those of the shortest run.
+* A run has diverged if its last loss is not finite, or if an earlier loss was not finite and the
+  optimizer step after it was taken.  An overflow whose step was skipped is no divergence.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ import signal
 import statistics
 from collections.abc import Sequence
 
-from ampatch.sweep.measure.record import Measured, Run, Series
+from ampatch.sweep.measure.run_record import Measured, Run, Series
 from ampatch.sweep.report.numbers import mean
 from ampatch.sweep.report.results import Spread
 from ampatch.sweep.trial import BASE
 
-WARM_UP = 10  # steps
-SHARE = 20  # first and last loss are means over this fraction of them: 1/20
+WARM_UP_STEPS = 10
+LOSS_WINDOW_DIVISOR = 20  # first and last loss are means over 1/20 of all losses
 
-OK, NO_STEP = "ok", "took no step"
+OK = "ok"
+# Other statuses begin with one of these, or with another short reason, and go on with details:
+CRASHED, DIVERGED, NO_STEP, NO_TRAINING = "crashed", "diverged", "took no step", "no training"
 
 
-def step_times(measured: Measured | None, first: int | None = None) -> Spread | None:
-    """Median and quartiles of the step time in milliseconds, of all or the `first` steps."""
-    seconds = [] if measured is None else measured.step_seconds[:first]
+def step_times(measured: Measured | None, num_steps: int | None = None) -> Spread | None:
+    """Median and quartiles of the step time in milliseconds, of all or the first `num_steps`."""
+    seconds = [] if measured is None else measured.step_seconds[:num_steps]
     return spread_of([value * 1000 for value in _timed(seconds)])
 
 
-def cpu_ms(measured: Measured | None, first: int | None = None) -> float | None:
-    """The median CPU time of a step in milliseconds; None where the device is no CPU."""
-    timed = _timed([] if measured is None else measured.cpu_seconds[:first])
+def cpu_ms(measured: Measured | None, num_steps: int | None = None) -> float | None:
+    """The median CPU time of a step in milliseconds; None if the device is no CPU."""
+    timed = _timed([] if measured is None else measured.cpu_seconds[:num_steps])
     return statistics.median(timed) * 1000 if timed else None
 
 
@@ -58,30 +60,30 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 
 def _timed(seconds: Sequence[float | None]) -> list[float]:
-    """The steps that count: after the warm-up and not after a pause."""
+    """The seconds of the steps that count: after the warm-up and not after a pause."""
     timed = [value for value in seconds if value is not None]
-    return timed[min(WARM_UP, len(timed) // 4) :]
+    return timed[min(WARM_UP_STEPS, len(timed) // 4) :]
 
 
-def step_ms(measured: Measured | None, first: int | None = None) -> float | None:
-    """The median step time in milliseconds, of all or the `first` steps."""
-    times = step_times(measured, first)
+def step_ms(measured: Measured | None, num_steps: int | None = None) -> float | None:
+    """The median step time in milliseconds, of all or the first `num_steps`."""
+    times = step_times(measured, num_steps)
     return None if times is None else times.median
 
 
 def first_and_last(
-    measured: Measured | None, first: int | None = None
+    measured: Measured | None, num_losses: int | None = None
 ) -> tuple[float | None, float | None]:
-    """The mean loss at the start, of a twentieth or the `first` losses, and at the end."""
+    """The first loss, a mean over `num_losses` or a twentieth of all losses; and the last loss."""
     losses = main_losses(measured).values
     if not losses:
         return None, None
-    count = max(1, len(losses) // SHARE)
-    return mean(losses[: first or count]), mean(losses[-count:])
+    count = max(1, len(losses) // LOSS_WINDOW_DIVISOR)
+    return mean(losses[: num_losses or count]), mean(losses[-count:])
 
 
 def main_losses(measured: Measured | None) -> Series:
-    """The losses of the lowest `loss_id`; empty where there are none."""
+    """The losses with the lowest `loss_id`; empty if there are none."""
     if measured is None or not measured.losses:
         return Series()
     return measured.losses[min(measured.losses, key=lambda loss_id: (len(loss_id), loss_id))]
@@ -97,17 +99,17 @@ def status(run: Run) -> str:
     if measured is None:
         return f"no record: ended with code {run.exit_code}, as by os._exit; sys.exit leaves one"
     if measured.error:
-        return f"crashed: {measured.error}"
+        return f"{CRASHED}: {measured.error}"
     if run.exit_code < 0:
         return f"{_killed(run.exit_code)} after its record was written"
     if run.exit_code:
         return f"exit status {run.exit_code}"
     if measured.opt_level is None:
         if run.case == BASE:
-            return "no training: never steps an optimizer of torch.optim, nor calls initialize"
-        return "no training: never calls ampatch.initialize, nor apex.amp's, before a step"
+            return f"{NO_TRAINING}: never steps an optimizer of torch.optim, nor calls initialize"
+        return f"{NO_TRAINING}: never calls ampatch.initialize, nor apex.amp's, before a step"
     if measured.properties.get("enabled") == "False":
-        return "no training: calls ampatch.initialize with enabled=False"
+        return f"{NO_TRAINING}: calls ampatch.initialize with enabled=False"
     if not measured.skipped:
         return f"{NO_STEP}: the optimizer that ampatch.initialize was given never stepped"
     if measured.opt_level != run.case.opt_level:
@@ -115,22 +117,22 @@ def status(run: Run) -> str:
     return divergence(measured) or OK
 
 
-def brief(status: str) -> str:
-    """A status without its details, for a cell of a table: `crashed`, `diverged at step 12`."""
+def status_name(status: str) -> str:
+    """The status up to the colon, for a cell of a table: `crashed`, `diverged at step 12`."""
     return status.partition(":")[0]
 
 
 def divergence(measured: Measured) -> str:
     """The step and the loss at which a run diverged, as text; "" if it did not diverge."""
     for losses in measured.losses.values():
-        harmful = _nonfinite_taken(measured, losses) + _nonfinite_at_end(losses)
+        harmful = _nonfinite_with_taken_step(measured, losses) + _nonfinite_at_end(losses)
         if harmful:
             step, value = min(harmful)
-            return f"diverged at step {step + 1}: loss {value}"
+            return f"{DIVERGED} at step {step + 1}: loss {value}"
     return ""
 
 
-def _nonfinite_taken(measured: Measured, losses: Series) -> list[tuple[int, float]]:
+def _nonfinite_with_taken_step(measured: Measured, losses: Series) -> list[tuple[int, float]]:
     """The non-finite losses whose optimizer step was taken."""
     skipped = measured.skipped
     return [
@@ -141,9 +143,9 @@ def _nonfinite_taken(measured: Measured, losses: Series) -> list[tuple[int, floa
 
 
 def _nonfinite_at_end(losses: Series) -> list[tuple[int, float]]:
-    """The non-finite losses at the end, after the last finite one."""
-    every = reversed(list(zip(losses.steps, losses.values)))
-    return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), every))
+    """The non-finite losses after the last finite one."""
+    latest_first = reversed(list(zip(losses.steps, losses.values)))
+    return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), latest_first))
 
 
 def _killed(exit_code: int) -> str:

@@ -7,22 +7,22 @@ import time
 
 from ampatch.errors import AmpatchError
 from ampatch.launch.program import Program
+from ampatch.sweep.cases_and_trials import SUBJECT
 from ampatch.sweep.execution.budget import is_due
 from ampatch.sweep.execution.collected_runs import CollectedRuns
 from ampatch.sweep.execution.directory import Directory, RunFiles
-from ampatch.sweep.execution.early_stops import failure, reason_to_stop
-from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Reached, Started
+from ampatch.sweep.execution.early_stops import failure_text, reason_to_stop
+from ampatch.sweep.execution.engines.protocol import Ended, Engine, Event, Lost, Progressed, Started
 from ampatch.sweep.execution.engines.schedule import Schedule
 from ampatch.sweep.execution.notes import kind_note
-from ampatch.sweep.execution.planning import Plan
+from ampatch.sweep.execution.plan import Plan
 from ampatch.sweep.execution.progress import Progress
 from ampatch.sweep.execution.runner import Runner
 from ampatch.sweep.measure.output_metrics import read_metrics
-from ampatch.sweep.measure.record import Measured, Run
+from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.plan import SUBJECT
-from ampatch.sweep.report.figures import OK, status
-from ampatch.sweep.report.margin import LOSS
+from ampatch.sweep.report.margin import LAST_LOSS
+from ampatch.sweep.report.run_figures import OK, status
 from ampatch.sweep.trial import BASE, Case, Trial
 
 
@@ -41,14 +41,15 @@ class Coordinator:
         self._plan, self._collected, self._directory = plan, collected, directory
         self._begun: set[Trial] = set()
         self._lost: list[Lost] = []
-        self._start = 0.0  # of `run`, by `time.monotonic`
-        self._has_said_long = False
+        self._started_at = 0.0  # when `run` began, by `time.monotonic`
+        self._has_warned_over_budget = False
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
     def resume(self) -> None:
-        """Add the runs of an earlier part of the sweep."""
+        """Add the runs of the sweep that is resumed."""
         for run in self._directory.finished(self._plan.possible, self._options.timeout):
-            if not self._reason_to_stop(run):  # what stopped the sweep runs again: it may be mended
+            # A run that stopped the sweep is repeated, because its cause may be fixed.
+            if not self._reason_to_stop(run):
                 log, patterns = self._files(run).log, self._options.metrics
                 if run.measured and patterns and log.exists():
                     run.measured.metrics.update(read_metrics(log, patterns))
@@ -59,9 +60,9 @@ class Coordinator:
 
     def run(self, runner: Runner, engine: Engine, display: Progress) -> None:
         """Run the remaining trials.  Raises `SweepError` if the sweep should not go on."""
-        self._start = time.monotonic()
-        for text in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
-            display.said(text)
+        self._started_at = time.monotonic()
+        for note in filter(None, (self._plan.half_speed_note(), self._plan.size_note())):
+            display.said(note)
         schedule = Schedule(
             *self._queues(),
             runner_for=lambda trial: self._runner_for(trial, runner),
@@ -74,10 +75,12 @@ class Coordinator:
                     display.said(kind_note(str(self._program), self._options, self._plan))
             self._handle(event, display)
             if isinstance(event, Ended) and self._plan.has_budget:
-                schedule.set_queues(*self._queues())  # submitted trials all run already
+                # Every submitted trial has begun, so the new queues lose none.
+                schedule.set_queues(*self._queues())
         if self._lost:
             labels = ", ".join(f"{event.trial.label} ({event.reason})" for event in self._lost)
-            raise SweepError(f"Lost with their workers: {labels}. --resume runs them again.")
+            problem = f"These trials were lost because their workers died: {labels}"
+            raise SweepError(f"{problem}. --resume runs them again.")
 
     def _queues(self) -> tuple[list[Trial], list[Trial]]:
         base_has_run = any(run.case == BASE for run in self._collected.runs)
@@ -94,7 +97,7 @@ class Coordinator:
 
     def _shows_kind(self, event: Event) -> bool:
         """Whether the event shows the kind of the script; then the plan has changed."""
-        if isinstance(event, Reached):
+        if isinstance(event, Progressed):
             kind = event.progress.kind
         elif isinstance(event, Ended):
             kind = (event.run.measured or Measured()).kind
@@ -106,7 +109,7 @@ class Coordinator:
             raise SweepError(str(error).replace(SUBJECT, str(self._program), 1)) from None
         if is_new:
             self._directory.add_settings(self._plan.settings())
-            self._collected.write()  # the record names each trial before it starts
+            self._collected.write()  # summary.json names each trial before it starts
         return is_new
 
     def _handle(self, event: Event, display: Progress) -> None:
@@ -115,8 +118,8 @@ class Coordinator:
             count = 0 if self._plan.has_budget else self._collected.planned
             seconds = self._plan.seconds_left(self._begun - {event.trial})
             display.started(len(self._begun), count, event.trial, seconds)
-        elif isinstance(event, Reached):
-            self._say_if_long(display)
+        elif isinstance(event, Progressed):
+            self._warn_if_over_budget(display)
             display.reached(event.trial, event.progress.steps, event.progress.loss)
         elif isinstance(event, Lost):
             self._lost.append(event)
@@ -127,11 +130,11 @@ class Coordinator:
             is_wrong_metric = isinstance(event.error, ValueError)  # --metric matched no number
             raise SweepError(str(event.error)) if is_wrong_metric else event.error
 
-    def _say_if_long(self, display: Progress) -> None:
-        """Say once that the first run alone takes longer than the budget."""
-        is_first = not (self._collected.runs or self._has_said_long)
-        if is_first and self._plan.is_over(time.monotonic() - self._start):
-            self._has_said_long = True
+    def _warn_if_over_budget(self, display: Progress) -> None:
+        """Warn once that the first run alone takes longer than the budget."""
+        is_first = not (self._collected.runs or self._has_warned_over_budget)
+        if is_first and self._plan.exceeds_budget(time.monotonic() - self._started_at):
+            self._has_warned_over_budget = True
             display.said(
                 "The first run of O0 alone takes longer than the budget of the whole sweep. "
                 "--steps N ends each run after N steps."
@@ -145,10 +148,12 @@ class Coordinator:
         if status(run) != OK and run.case not in self.shown_failures:
             self.shown_failures.add(run.case)
             if not reason:
-                new_notes.append(failure(run, self._files(run).log))
+                new_notes.append(failure_text(run, self._files(run).log))
         is_last = len(self._collected.runs) == len(self._plan.trials)
-        for text in [*new_notes, *([reason] if reason and is_last else [])]:
-            display.said(text)
+        if reason and is_last:
+            new_notes.append(reason)
+        for note in new_notes:
+            display.said(note)
         if reason and not is_last:
             raise SweepError(reason)
         self._check_metrics(run)
@@ -157,7 +162,7 @@ class Coordinator:
         """Raise `SweepError` for a metric of the options that a good run lacks."""
         if run.trial.short or status(run) != OK:
             return
-        reported = [*run.measured.metrics, *([LOSS] if run.measured.losses else [])]
+        reported = [*run.measured.metrics, *([LAST_LOSS] if run.measured.losses else [])]
         options = self._options
         for name, pattern in options.metrics.items():
             if name not in reported:

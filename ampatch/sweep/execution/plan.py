@@ -1,6 +1,6 @@
 """The plan of a sweep: its trials, from the options, the kind of the script and the budget.
 
-The first run at O0 shows the kind; then the plan is made again, while that run continues.
+The first run at O0 shows the kind of the script.  The plan is then made again, while it runs.
 """
 
 from __future__ import annotations
@@ -11,26 +11,16 @@ from typing import Any
 
 from ampatch.device_figures import has_tf32
 from ampatch.diagnose.speed import HalfSpeeds
-from ampatch.sweep.execution.budget import (
-    DEFAULT_MINUTES,
-    DEFAULT_SEEDS,
-    MIN_TIMED_STEPS,
-    PlanSize,
-    Timings,
-    choose_size,
-    is_due,
-    omission_note,
-    short_steps,
-    size_note,
-    sizes,
-)
+from ampatch.sweep.cases_and_trials import DTYPES, cases, check_possible
+from ampatch.sweep.execution import budget
+from ampatch.sweep.execution.budget import MIN_TIMED_STEPS, PlanSize, Timings
 from ampatch.sweep.execution.half_dtypes import measure_half_dtypes
-from ampatch.sweep.json_files import restored
+from ampatch.sweep.json_files import from_json
 from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
-from ampatch.sweep.measure.record import Run
+from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
-from ampatch.sweep.plan import DTYPES, cases, check_possible
-from ampatch.sweep.report.paired import TESTED
+from ampatch.sweep.report.numbers import pluralize
+from ampatch.sweep.report.paired_test import MIN_TEST_SEEDS
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Case, Trial
 
@@ -38,51 +28,48 @@ from ampatch.sweep.trial import BASE, Case, Trial
 class Plan:
     """The `cases` and `trials` of a sweep.  A resumed sweep keeps the plan of `earlier`.
 
-    `wanted` is the size that the user asked for, `chosen` the one that fits the budget.  `possible`
-    has the trials of all sizes that may still be chosen, and `order` maps each to its place in the
-    plan.  Raises `ValueError` for rows that cannot run.
+    `wanted` is the size that the user requests, `chosen` the one that fits the budget.  `possible`
+    has the trials of all sizes that may still be chosen, `order` their positions in the plan.
+    Raises `ValueError` for rows that cannot run.
     """
 
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
         self._recorded = recorded = {} if earlier is None else {**earlier.settings, **earlier.plan}
         self.kind: Kind = (
-            restored(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
+            from_json(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
         )
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
-        rows = self._rows()  # raises before anything is measured
-        self._minutes = self._budget(rows)
-        has_half_rows = any(case.dtype in DTYPES for case in rows)
+        self.cases = self._make_cases()  # raises before anything is measured
+        self._minutes = self._budget(self.cases)
+        has_half_rows = any(case.dtype in DTYPES for case in self.cases)
         chooses_dtypes = options.dtypes is None and options.rows is None
         self._half_speeds = HalfSpeeds(
             recorded.get("dtypes", ()), *recorded.get("half_speeds", ({}, {}))
         )
-        if (
-            has_half_rows
-            and not self._half_speeds.lowest
-            and (chooses_dtypes or self._minutes is not None)
-        ):
+        needs_speeds = has_half_rows and (chooses_dtypes or self._minutes is not None)
+        if needs_speeds and not self._half_speeds.lowest:
             self._half_speeds = measure_half_dtypes()
         if has_half_rows and chooses_dtypes:
             self.dtypes = recorded.get("dtypes") or self._half_speeds.fast
         self._timings: Timings | None = None
         self._ended: Collection[Trial] = ()
-        self.wanted = self.chosen = self._wanted_size(rows)
+        self.wanted = self.chosen = self._wanted_size(self.cases)
         self._set_trials()
 
     @property
     def seeds(self) -> int:
-        """With how many seeds O0 runs."""
+        """The number of seeds of O0."""
         return max(1, self.chosen.seeds)
 
     def replan(self, runs: Sequence[Run]) -> bool:
-        """Choose the size again, by all runs; returns whether to tell the user of the new plan."""
+        """Choose the size again from all runs; returns whether to tell the user about the plan."""
         earlier_timings = self._timings
         tested_accuracy = self.chosen.tests_accuracy(self.wanted)
         self._timings = Timings.of(runs, self._half_speeds.lowest)
         self._ended = {run.trial for run in runs}
         if self._minutes is not None and self._timings is not None:
-            self.chosen = choose_size(
+            self.chosen = budget.choose_size(
                 self.cases, self.wanted, self._minutes, self._timings, self._ended
             )
         self._set_trials()
@@ -92,37 +79,56 @@ class Plan:
     def size_note(self) -> str:
         """What is planned, and what is left out for the budget.
 
-        "" before the first run of O0, for rows that the caller chose, for a single row, and for
-        trials that run side by side.
+        "" before the first run of O0, for rows that the caller chose, for a single row, and if
+        trials run side by side.
         """
         has_no_size = self._options.rows is not None or self._options.side_by_side
         if self._timings is None or has_no_size or len(self.cases) == 1:
             return ""
-        seconds = self._timings.sweep_seconds(self.cases, self.chosen, self._ended)
-        note = size_note(self.cases, self.chosen, self._minutes, seconds)
+        chosen, minutes = self.chosen, self._minutes
+        seconds = self._timings.sweep_seconds(self.cases, chosen, self._ended)
+        limit = "" if minutes is None else f" for --budget {minutes:g}"
+        note = f"Planned{limit}: {pluralize(self.seeds, 'seed')}"
+        if chosen.rounds > chosen.seeds:  # each seed is a round of timing
+            note += f" and {pluralize(chosen.rounds, 'round')} of timing"
+        names = dict.fromkeys(case.level_name for case in chosen.included(self.cases))
+        note += f" of {', '.join(names)}"
+        if not chosen.seeds:
+            note += f", in which all but O0 take {MIN_TIMED_STEPS} steps"
+        note += f"; about {budget.duration_text(seconds)} in all."
+        if minutes is not None and seconds > 60 * minutes:
+            note += " This is more than the budget, but a smaller plan could not compare the rows."
         return f"{note} {self.omission_note()}".strip()
 
     def omission_note(self) -> str:
-        """What the budget leaves out, and the budget that suffices for it; "" for nothing."""
-        if not self.has_budget or self._timings is None:
+        """What the budget leaves out, and the budget that suffices for it; "" if nothing."""
+        timings, wanted, chosen = self._timings, self.wanted, self.chosen
+        if not self.has_budget or timings is None:
             return ""
-        for_all = self._timings.budget_minutes(self.cases, self.wanted, self._ended)
-        with_o3 = dataclasses.replace(self.chosen, all_rows=True).trials(self.cases)
+        if not chosen.tests_accuracy(wanted):
+            return (
+                f"{pluralize(self.seeds, 'seed')} can show how fast the rows are. Comparing their "
+                f"accuracy takes {MIN_TEST_SEEDS} seeds: run again with {self.resume_options()}."
+            )
+        with_o3 = dataclasses.replace(chosen, all_rows=True).trials(self.cases)
         omitted = [trial for trial in with_o3 if not trial.short and trial not in self.trials]
-        has_o3 = not any(is_due(trial, self._timings.failed) for trial in omitted)
-        has_again = any(trial.again for trial in self.trials)
-        to_test = self._minutes_to_test(self._timings)
-        return omission_note(self.wanted, self.chosen, has_o3, has_again, to_test, for_all)
+        left_out = {
+            "O3": any(budget.is_due(trial, timings.failed) for trial in omitted),
+            "a second timing of O0": not any(trial.again for trial in self.trials),
+            pluralize(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
+            "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
+        }
+        names = ", ".join(name for name, is_left_out in left_out.items() if is_left_out)
+        minutes = timings.minutes_for(self.cases, wanted, self._ended)
+        return names and f"Left out: {names}. --resume --budget {minutes} runs all of it."
 
     def resume_options(self) -> str:
-        """The options of `ampatch sweep` that add a test of accuracy; "" where the plan has one."""
-        if self._timings is None or not self.has_budget or self.chosen.tests_accuracy(self.wanted):
+        """The options of `ampatch sweep` that add a test of accuracy; "" if the plan has one."""
+        timings = self._timings
+        if timings is None or not self.has_budget or self.chosen.tests_accuracy(self.wanted):
             return ""
-        return f"--resume --budget {self._minutes_to_test(self._timings)}"
-
-    def _minutes_to_test(self, timings: Timings) -> int:
-        size = PlanSize(min(self.wanted.seeds, TESTED), self.wanted.rounds, all_rows=False)
-        return timings.budget_minutes(self.cases, size, self._ended)
+        size = PlanSize(min(self.wanted.seeds, MIN_TEST_SEEDS), self.wanted.rounds, all_rows=False)
+        return f"--resume --budget {timings.minutes_for(self.cases, size, self._ended)}"
 
     def half_speed_note(self) -> str:
         """How fast the half dtypes of the rows are on this machine; "" if not measured."""
@@ -130,27 +136,30 @@ class Plan:
         used = {name for case in self.cases for name in (case.dtype or "").split("+")}
         names = [name for name in lowest if name in used]
         speeds = (f"{n} {lowest[n]:.2f}x to {highest[n]:.2f}x" for n in names)
-        return f"Speed of half here, FP32 is 1: {', '.join(speeds)}." if names else ""
+        if not names:
+            return ""
+        return f"Speed of the half dtypes on this machine, relative to FP32: {', '.join(speeds)}."
 
     def seconds_left(self, begun: Collection[Trial]) -> float | None:
-        """How long the trials that have not begun will take; None: unknown."""
+        """How long the trials that have not begun will take; None if unknown."""
         if self._timings is None or self._options.side_by_side:
             return None
         few_steps = not self.chosen.seeds
         return sum(self._timings.trial_seconds(trial, few_steps) for trial in self.remaining(begun))
 
     def steps(self, trial: Trial, runs: Iterable[Run]) -> int | None:
-        """After how many optimizer steps a trial ends; None: by itself."""
+        """After how many optimizer steps a trial is ended; None if it ends by itself."""
         if not trial.short:
             return self._options.steps
-        steps = short_steps(runs) if self.chosen.seeds else MIN_TIMED_STEPS
+        steps = budget.short_steps(runs) if self.chosen.seeds else MIN_TIMED_STEPS
         return min(filter(None, (self._options.steps, steps)), default=None)
 
-    def is_over(self, seconds: float) -> bool:
+    def exceeds_budget(self, seconds: float) -> bool:
+        """Whether this is longer than the budget of the whole sweep."""
         return self._minutes is not None and seconds > 60 * self._minutes
 
     def recognize(self, kind: Kind) -> bool:
-        """Take the kind that a run shows; returns whether it is new, so that the plan has changed.
+        """Set the kind that a run shows.  Returns whether it is new; then the plan has changed.
 
         Raises `ValueError` for rows of the options that this kind cannot run.
         """
@@ -167,9 +176,9 @@ class Plan:
     def queues(
         self, begun: Collection[Trial], base_has_run: bool
     ) -> tuple[list[Trial], list[Trial]]:
-        """The remaining trials: those that run side by side, and those that run alone.
+        """The remaining trials that run side by side, and those that run alone.
 
-        O0 comes first where it has to show the kind.
+        O0 comes first if it has to show the kind.
         """
         remaining = self.remaining(begun)
         if not (self.kind or base_has_run):
@@ -183,21 +192,21 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The settings that a resumed sweep must share; it may have more seeds and rounds."""
-        rows = [case.label for case in self.cases]
+        labels = [case.label for case in self.cases]
         return {
             "kind": self.kind,
             "dtypes": list(self.dtypes),
-            **({"rows": rows} if self._options.rows is None else {}),
+            **({"rows": labels} if self._options.rows is None else {}),
             "seeds": self.wanted.seeds,
             "rounds": self.wanted.rounds,
         }
 
-    def to_resume(self) -> dict[str, Any]:
+    def resume_record(self) -> dict[str, Any]:
         """What a resumed sweep keeps, unless its own options replace it."""
         return {
             "budget": self._minutes,
             "half_speeds": [self._half_speeds.lowest, self._half_speeds.highest],
-            "amounts": dataclasses.asdict(self.chosen) if self.has_budget else None,  # its size
+            "amounts": dataclasses.asdict(self.chosen) if self.has_budget else None,  # size
         }
 
     @property
@@ -205,11 +214,11 @@ class Plan:
         """Whether this call has a budget, or the resumed sweep had one."""
         return self._minutes is not None or bool(self._recorded.get("amounts"))
 
-    def _budget(self, rows: Sequence[Case]) -> float | None:
-        """The minutes that the sweep may take; None: any number."""
+    def _budget(self, cases: Sequence[Case]) -> float | None:
+        """The minutes that the sweep may take; None if there is no limit."""
         options = self._options
         if options.budget is not None:
-            if BASE not in rows:
+            if BASE not in cases:
                 raise ValueError(
                     "--budget: expected O0 among the levels, since its first run says how long the "
                     "others take. Add O0 to --levels, or leave --budget out."
@@ -219,26 +228,26 @@ class Plan:
             return None
         if self._recorded:
             return self._recorded.get("budget")
-        can_compare = BASE in rows and len(rows) > 1
-        alone = options.engine == "local" and not options.side_by_side
-        return DEFAULT_MINUTES if can_compare and alone else None
+        can_compare = BASE in cases and len(cases) > 1
+        is_timed = options.engine == "local" and not options.side_by_side
+        return budget.DEFAULT_MINUTES if can_compare and is_timed else None
 
-    def _wanted_size(self, rows: Sequence[Case]) -> PlanSize:
+    def _wanted_size(self, cases: Sequence[Case]) -> PlanSize:
         """The size that is run if there is time."""
         options, recorded = self._options, self._recorded
         if recorded.get("amounts") and self._minutes is None:  # adds what a budget left out
             earlier = PlanSize(**recorded["amounts"])
             return PlanSize(options.seeds or earlier.seeds, options.rounds or earlier.rounds)
         rounds = options.rounds or recorded.get("rounds") or ROUNDS
-        default = 1 if self._minutes is None or len(rows) == 1 else DEFAULT_SEEDS
+        default = 1 if self._minutes is None or len(cases) == 1 else budget.DEFAULT_SEEDS
         return PlanSize(options.seeds or recorded.get("seeds") or default, rounds)
 
     def _set_trials(self) -> None:
-        self.cases = self._rows()
+        self.cases = self._make_cases()
         planned = self._trials_of(self.chosen)
-        others = sizes(self.wanted) if self.has_budget else ()
-        of_others = (trial for size in others for trial in self._trials_of(size))
-        self.possible = list(dict.fromkeys([*planned, *of_others]))
+        other_sizes = budget.sizes(self.wanted) if self.has_budget else ()
+        their_trials = (trial for size in other_sizes for trial in self._trials_of(size))
+        self.possible = list(dict.fromkeys([*planned, *their_trials]))
         dropped = [trial for trial in self._ended if trial not in planned]
         self.trials = [*dropped, *planned]
         order = dict.fromkeys([*self.possible, *dropped])
@@ -248,21 +257,14 @@ class Plan:
         options = self._options
         ended = self._ended if self.has_budget else ()
         return size.trials(
-            self.cases,
-            ended,
-            side_by_side=options.side_by_side,
-            fewer_seeds=options.fewer_seeds,
+            self.cases, ended, side_by_side=options.side_by_side, fewer_seeds=options.fewer_seeds
         )
 
-    def _rows(self) -> list[Case]:
+    def _make_cases(self) -> list[Case]:
         options = self._options
         if options.rows is not None:
             return check_possible(list(dict.fromkeys(options.rows)), self.kind)
         return cases(
-            options.levels,
-            self.dtypes,
-            overrides=options.overrides,
-            autocast=options.autocast,
-            tf32=has_tf32(),
-            kind=self.kind,
-        )
+            options.levels, self.dtypes, overrides=options.overrides, autocast=options.autocast,
+            tf32=has_tf32(), kind=self.kind,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Numbers and memory, measured without waiting for the device.
+"""Readings of numbers and memory that do not wait for the device.
 
 Values on a device are kept as small tensors and read in batches, long after the step.
 """
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from ampatch import device_figures
-from ampatch.sweep.measure.record import Series
+from ampatch.sweep.measure.run_record import Series
 
-BATCH = 512  # values left on the device before they are read
+BATCH = 512  # number of values that are left on the device before they are read
 
 
 class Readings:
-    """Numbers in the order they came."""
+    """Numbers in the order of `add`."""
 
     def __init__(self) -> None:
         self._values: list[float] = []
         self._on_device: list[torch.Tensor] = []
 
     def add(self, value: Any) -> None:
-        """Take a number or a tensor; of more than one element, the mean."""
+        """Add a number or a tensor; of a tensor with more than one element, the mean."""
         if isinstance(value, torch.Tensor):
             value = value.detach().double().mean() if value.numel() != 1 else value.detach()
             if not value.is_cpu:
@@ -40,19 +40,20 @@ class Readings:
         self.read().append(float(value))
 
     def read(self) -> list[float]:
+        """All numbers; waits for the device."""
         self._values += [float(value) for value in self._on_device]
         self._on_device.clear()
         return self._values
 
     @property
     def latest(self) -> float | None:
-        """The last number, if it can be had without waiting for a device."""
+        """The last number; None if there is none, or if reading it would wait for a device."""
         return self._values[-1] if self._values and not self._on_device else None
 
 
 @dataclass
 class Track:
-    """Readings, with the number of optimizer steps before each and its time."""
+    """Readings, each with the number of optimizer steps before it and its time."""
 
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -69,25 +70,24 @@ class Track:
         return Series(list(self.steps), list(self.readings.read()), seconds)
 
     def changes(self, since: float = 0.0) -> Series:
-        """Only where the value differs from the one before."""
-        whole = self.series(since)
+        """The readings that differ from the reading before them."""
+        series = self.series(since)
         kept = [
             index
-            for index, value in enumerate(whole.values)
-            if index == 0 or value != whole.values[index - 1]
+            for index, value in enumerate(series.values)
+            if index == 0 or value != series.values[index - 1]
         ]
-        return Series(
-            *([column[i] for i in kept] for column in (whole.steps, whole.values, whole.seconds))
-        )
+        columns = series.steps, series.values, series.seconds
+        return Series(*([column[index] for index in kept] for column in columns))
 
 
 def peak_memory() -> tuple[int | None, str]:
-    """The peak memory of this process in bytes, and its kind.
+    """The peak memory of this process in bytes, and its kind: "device" or "resident".
 
-    On an accelerator what PyTorch allocated on all devices together.  On a CPU, and where PyTorch
-    has no such figure, the resident set: from /proc if it exists, because `ru_maxrss` of a child
-    starts at the peak of its parent.  There the pages of files (code of libraries) do not count,
-    because a forked process has fewer of them.
+    On an accelerator it is what PyTorch allocated on all devices together.  On a CPU, and if
+    PyTorch does not count, it is the resident set: from /proc if it exists, because `ru_maxrss` of
+    a child starts at the peak of its parent.  Pages of files (code of libraries) in /proc do not
+    count, because a forked process has fewer of them.
     """
     on_devices = device_figures.peak_memory()
     if on_devices is not None:

@@ -1,4 +1,4 @@
-"""Which line of the script's own files led to a call: for notes that name it."""
+"""Finds the line of the script's files that led to a call, for notes that name the line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LIBRARIES = tuple(
 )
 
 
-def own_line(frame: FrameType | None) -> str:
-    """`train.py:12`: the line of the script's own files at `frame` or at its callers; "": none."""
+def script_line(frame: FrameType | None) -> str:
+    """`train.py:12`: the line of the script's files at `frame` or at its callers; "" if none."""
     while frame is not None:
-        file = _own_file(frame.f_code.co_filename)
+        file = _script_file(frame.f_code.co_filename)
         if file:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
@@ -33,7 +33,7 @@ def own_line(frame: FrameType | None) -> str:
 
 
 @functools.cache
-def _own_file(path: str) -> str:
-    """The name of a file of the script's own, or ""."""
+def _script_file(path: str) -> str:
+    """The name of the file at this path; "" if the file is part of a library."""
     file = os.path.realpath(path)
     return "" if file.startswith(_LIBRARIES) or not os.path.exists(file) else Path(file).name

@@ -1,9 +1,9 @@
-"""The process that trials are forked from: `warm.py` starts it, and names the imports.
+"""The process that trials are forked from; `warm_starts.py` starts it, and sends the imports.
 
-    python -m ampatch.sweep.execution.server PIPE
+    python -m ampatch.sweep.execution.fork_server PIPE
 
 It only imports, so a forked trial differs from one that starts cold only in `sys.modules`.
-`obstacle` finds the cases in which that is not so.
+`import_modules` reports imports for which this is not true.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ from ampatch.torch_private.devices import is_lost_by_fork
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the sweep has ended; in each forked trial, run it and return its exit status."""
+    """Fork trials until the sweep has ended; in a forked process, run the trial.
+
+    Returns the exit status of the trial.
+    """
     pipe = Connection(int(argv[0]))
-    before = dict(os.environ)
+    environment_before = dict(os.environ)
     seeding.seed_everything(0)
-    reason = obstacle(**pipe.recv())
+    cold_start_reason = import_modules(**pipe.recv())
     drawn = seeding.words_drawn()
-    pipe.send(reason or "an import draws random numbers" * (drawn is None))
-    set_by_imports = child.changes(before)
+    if drawn is None and not cold_start_reason:
+        cold_start_reason = "an import draws random numbers"
+    pipe.send(cold_start_reason)
+    set_by_imports = child.changed_variables(environment_before)
     while True:
         try:
             request, environment = pipe.recv()
@@ -54,47 +59,50 @@ def main(argv: Sequence[str]) -> int:
     return child.run({**request, "guard": guard, "drawn": drawn})
 
 
-def obstacle(modules: Sequence[str], variables: Mapping[str, str]) -> str:
+def import_modules(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     """Import these modules; returns why a forked process would differ from a cold one, or "".
 
     `variables` are the environment variables that a cold run had set when it ended.
     """
-    before = dict(os.environ)
-    known = set(sys.modules)
-    apex = _Apex()
-    sys.meta_path.insert(0, apex)
-    own_folder = [] if getattr(sys.flags, "safe_path", False) else [sys.path.pop(0)]
+    environment_before, modules_before = dict(os.environ), set(sys.modules)
+    apex_imports = _ApexImportRecorder()
+    sys.meta_path.insert(0, apex_imports)
+    current_folder = [] if getattr(sys.flags, "safe_path", False) else [sys.path.pop(0)]
     for name in modules:
         _import(name)
-    sys.path[:0] = own_folder
-    sys.meta_path.remove(apex)
-    by_imports = child.changes(before)
+    sys.path[:0] = current_folder
+    sys.meta_path.remove(apex_imports)
+    by_imports = child.changed_variables(environment_before)
     by_script = [name for name in variables if by_imports.get(name) != variables[name]]
     if by_script:
         return f"{by_script[0]} is set in the script, and may be read at an import after that"
-    new = (vars(sys.modules[name]).values() for name in sys.modules.keys() - known)
-    defined_in = (getattr(value, "__module__", None) for values in new for value in values)
-    if apex.is_imported or any(str(module).startswith("ampatch.") for module in defined_in):
+    new_modules = (sys.modules[name] for name in sys.modules.keys() - modules_before)
+    attributes = (value for module in new_modules for value in vars(module).values())
+    defined_in = (str(getattr(value, "__module__", None)) for value in attributes)
+    if apex_imports.has_any or any(module.startswith("ampatch.") for module in defined_in):
         return "a library imports ampatch or apex, which the trials change"
     return "" if _survives_fork() else "an import has touched a device, or started a thread"
 
 
-class _Apex:
-    """Finds no module, and records whether apex is imported: in trials that is ampatch's own."""
+class _ApexImportRecorder:
+    """A finder that finds nothing, and records whether a library imports apex.
 
-    is_imported = False
+    In a trial `apex` is ampatch's.
+    """
+
+    has_any = False
 
     def find_spec(self, name: str, *_: Any) -> None:
-        self.is_imported |= name.partition(".")[0] == "apex"
+        self.has_any |= name.partition(".")[0] == "apex"
 
 
 def _import(name: str) -> None:
     """Import a module; if it raises, remove what it has imported."""
-    known = set(sys.modules)
+    modules_before = set(sys.modules)
     try:
         importlib.import_module(name)
     except (Exception, SystemExit):
-        for imported in sys.modules.keys() - known:
+        for imported in sys.modules.keys() - modules_before:
             del sys.modules[imported]
 
 
@@ -104,7 +112,7 @@ def _survives_fork() -> bool:
     if pid == 0:
         os._exit(is_lost_by_fork())
     is_lost = os.waitpid(pid, 0)[1] or torch.cuda.is_initialized()
-    # Libraries end threads of their own before a fork, OpenBLAS for one: those are not counted.
+    # Threads that a library ends before a fork do not count; OpenBLAS does this.
     return not is_lost and len(os.listdir("/proc/self/task")) == threading.active_count() == 1
 
 

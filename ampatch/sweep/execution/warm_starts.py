@@ -1,7 +1,7 @@
-"""Trials that start warm: a server process imports what they import, and forks each of them.
+"""Trials that start warm: a server process imports what the script imports, and forks each trial.
 
-The first cold run lists its imports, and the server (`server.py`) imports them before the next
-trial.  If it finds that a fork would differ from a cold start, all trials start cold.
+The first cold run lists its imports, and the server (`fork_server.py`) imports them before the next
+trial.  If the server finds that a fork would differ from a cold start, all trials start cold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 IS_POSSIBLE = sys.platform == "linux"  # elsewhere libraries of the system do not survive a fork
-POLL = 0.1  # seconds
+POLL = 0.1  # seconds between two looks at a child
+SERVER = "ampatch.sweep.execution.fork_server"
 
 
 class WarmStarts:
@@ -32,21 +33,18 @@ class WarmStarts:
         """Whether a cold run is to list its imports."""
         return IS_POSSIBLE and self._imports is None
 
-    def learn(self, imports: dict[str, Any] | None) -> None:
-        """Take the imports of a cold run, and the variables that it has set."""
+    def store_imports(self, imports: dict[str, Any] | None) -> None:
+        """Store the imports of the first cold run, and the variables that it has set."""
         self._imports = self._imports or imports
 
     def start(
-        self,
-        request: dict[str, Any],
-        environment: Mapping[str, str],
-        files: Sequence[int],
+        self, request: dict[str, Any], environment: Mapping[str, str], descriptors: Sequence[int],
         check: Callable[[], None],
-    ) -> Forked | None:
-        """A forked trial; None if it has to start cold.
+    ) -> ForkedTrial | None:  # fmt: skip
+        """Fork a trial from the server; returns None if the trial has to start cold.
 
-        `files` are the descriptors of its log and its guard.  `check` is called repeatedly while
-        the server imports, and may raise.
+        `descriptors` are those of its log and of its guard pipe.  `check` is called repeatedly
+        while the server imports, and may raise.
         """
         if self._imports is None:
             return None
@@ -56,9 +54,9 @@ class WarmStarts:
             if self._pipe is None:
                 return None
             self._pipe.send((request, environment))
-            for file in files:
-                send_handle(self._pipe, file, self._server.pid)
-            return Forked(self._pipe)
+            for descriptor in descriptors:
+                send_handle(self._pipe, descriptor, self._server.pid)
+            return ForkedTrial(self._pipe)
         except (EOFError, OSError):  # the server is gone
             self._pipe = None
             return None
@@ -71,23 +69,21 @@ class WarmStarts:
 
     def _start_server(self, environment: Mapping[str, str], check: Callable[[], None]) -> None:
         pipe, server_end = Pipe()
+        command = [sys.executable, "-m", SERVER, str(server_end.fileno())]
         with server_end:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "ampatch.sweep.execution.server", str(server_end.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env=environment,
+                start_new_session=True,  # so that Ctrl-C reaches only the sweep
                 pass_fds=[server_end.fileno()],
-            )
+            )  # fmt: skip
         pipe.send(self._imports)
         while not pipe.poll(POLL):
             check()
         self._pipe = pipe if pipe.recv() == "" else None
 
 
-class Forked:
+class ForkedTrial:
     """A forked trial, with the methods of `subprocess.Popen` that a `Runner` uses."""
 
     def __init__(self, pipe: Any) -> None:

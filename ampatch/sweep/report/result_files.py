@@ -1,6 +1,6 @@
-"""A sweep's results as files: JSON, CSV, Markdown and LaTeX; they are written after each run.
+"""Writes a sweep's results as JSON, CSV, Markdown and LaTeX, after each run.
 
-What a template shows is escaped as its format needs it, unless it is marked as `safe`.
+Values in a template are escaped as its format requires, unless they are marked as `safe`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import jinja2  # torch depends on it
 from pandas import DataFrame
 
-from ampatch.sweep.json_files import plain, write_json, write_whole
+from ampatch.sweep.json_files import to_json, write_json, write_whole
 from ampatch.sweep.report import provenance
-from ampatch.sweep.report.numbers import counted
+from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.results import SUMMARY, TABLES, Results, Row
 from ampatch.sweep.report.table import mark_notes, notes, table
 
@@ -53,17 +53,17 @@ def write_tables(directory: Path, results: Results) -> None:
 def as_csv(results: Results) -> str:
     """One line for each row; a missing figure is empty.
 
-    Metrics are `metric:NAME`.  The last columns, `from:NAME`, say in each line where the
-    figures come from.  Comments at the top would be an error to most programs.
+    Metrics have columns `metric:NAME`.  The last columns, `from:NAME`, repeat the provenance of the
+    figures in each line, because most programs refuse comments at the top.
     """
-    lines = DataFrame([plain(_csv_line(row)) for row in results.rows], dtype=object)
+    lines = DataFrame([to_json(_csv_line(row)) for row in results.rows], dtype=object)
     for name, text in provenance.facts(results).items():
         lines[f"from:{name.replace(',', '').replace(' ', '_')}"] = text
     return lines.to_csv(index=False, lineterminator="\n")
 
 
 def _csv_line(row: Row) -> dict[str, Any]:
-    """The figures of a row by their columns."""
+    """The figures of a row by column."""
     judged = row.comparisons[0] if row.comparisons else None
     return {
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
@@ -84,8 +84,8 @@ def as_markdown(results: Results) -> str:
         "summary.md",
         script=Path(results.script).name,
         called=provenance.script_command(results),
-        seeds=counted(max((row.seeds for row in rows), default=0), "seed"),
-        runs=counted(results.planned, "run"),
+        seeds=pluralize(max((row.seeds for row in rows), default=0), "seed"),
+        runs=pluralize(results.planned, "run"),
         results=results,
         figures=table(rows),
         explained=" ".join(notes(rows)),
@@ -94,16 +94,17 @@ def as_markdown(results: Results) -> str:
 
 
 def as_latex(results: Results) -> str:
-    """The main columns as a `tabular` environment; comments say where they come from."""
+    """The main columns as a `tabular` environment; comments have the provenance."""
     columns = table(results.rows, main=True)
-    sides = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
-    origin = [*provenance.lines(results), *mark_notes(results.rows), r"needs \usepackage{booktabs}"]
-    text = columns.to_latex(index=False, escape=True, column_format=sides).translate(_IN_LATEX)
-    return "".join(f"% {line}\n" for line in origin) + text
+    form = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
+    text = columns.to_latex(index=False, escape=True, column_format=form).translate(_IN_LATEX)
+    facts, marks = provenance.lines(results), mark_notes(results.rows)
+    comments = [*facts, *marks, r"needs \usepackage{booktabs}"]
+    return "".join(f"% {line}\n" for line in comments) + text
 
 
 def render_template(name: str, **values: Any) -> str:
-    """The document `name`, such as `page.html`, with what it shows."""
+    """The document `name`, such as `page.html`, with these values."""
     return _environment(Path(name).suffix).get_template(f"{name}.j2").render(values)
 
 
