@@ -1,4 +1,4 @@
-"""A training run, saved half-way, for `test_resume.py`; run as a script it resumes what was saved.
+"""A training run, saved half-way, for `test_sessions.py`; as a script it resumes what was saved.
 
 python resuming.py FOLDER     # prints one line per run that did not go on bit for bit
 """

@@ -179,8 +179,8 @@ OTHER_ROOMS = {
     "laws/test_interruptions.py": "Ctrl-C between two optimizers of a block",
     "models/test_submodule_calls.py": "a policy that thinks that there is a GPU",
     "scaling/test_optimizer_state.py": "a failure as the state of an optimizer moves",
-    "session/test_left_behind.py": "failures as weights and gradients are given back",
-    "session/test_state_of_sessions.py": "how entries are shared among sessions",
+    "session/test_deactivate.py": "failures as weights and gradients are given back",
+    "session/test_sessions.py": "what is said once of the state of sessions",
     "session/test_torch_tools.py": "where a tool of torch is bound",
 }
 """Tests that import modules of the engine of another room than theirs, and what for."""

@@ -1,10 +1,17 @@
-"""Managed models saved; weights that are no plain tensors.
+"""Copies and files: of managed models, of their optimizers, of layers that hold functions of torch.
 
-Copies: tests/models/test_models.py, tests/models/test_own_frames.py.
+Other copies of models: tests/models/test_models.py, tests/models/test_own_frames.py.
 """
+
+import copy
+import pickle
+import textwrap
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
+from session_pairs import build, one_step
 from small_training import managed, train
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -77,3 +84,81 @@ def test_wrapper_subclasses_as_weights(opt_level):
     assert type(output) is TwoTensor and output.dtype is (H if opt_level == "O1" else FP32)
     output.float().sum().backward()
     assert type(layer.weight.grad) is TwoTensor and layer.weight.grad.dtype is FP32
+
+
+# A model and its optimizer copied together; how they train: `tests/laws/situations_saved.py`
+
+
+def start(level, model=None):
+    return managed(build() if model is None else model, level, kind=torch.optim.AdamW, lr=0.05)
+
+
+@pytest.mark.parametrize("protocol", [None, 2], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_copied_optimizer_holds_the_parameters_of_the_copied_model(level, protocol):
+    """With their state, in the dtype of the weights."""
+    model = build()
+    model[3].bias.requires_grad_(False)
+    model, optimizer = start(level, model)
+    for number in range(3):
+        one_step(model, optimizer, number)
+    held = types.SimpleNamespace(trainer={"optimizer": optimizer}, model=model)
+    twin = pickle.loads(pickle.dumps(held, protocol)) if protocol else copy.deepcopy(held)
+    copied, its_optimizer = twin.model, twin.trainer["optimizer"]
+    params, own = its_optimizer.param_groups[0]["params"], list(copied.parameters())
+    assert all(a is b for a, b in zip(params, own, strict=True))
+    assert set(its_optimizer.state) == set(own[:-1]) and not own[-1].requires_grad
+    kept = torch.bfloat16 if level == "O3" else torch.float32
+    of_state = [state["exp_avg"] for state in its_optimizer.state.values()]
+    assert {value.dtype for value in (*own, *of_state)} == {kept}
+    assert not {"step", "zero_grad", "__deepcopy__", "__reduce_ex__"} & set(vars(its_optimizer))
+    assert all(map(torch.equal, own, model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_shallow_copy_of_an_optimizer_shares_its_parameters(level):
+    _, optimizer = start(level)
+    twin = copy.copy(optimizer)
+    assert twin.param_groups is optimizer.param_groups and twin.state is optimizer.state
+
+
+def test_two_models_and_one_optimizer():
+    models = [build(0), build(1)]
+    params = [param for model in models for param in model.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    ampatch.initialize(models, optimizer, opt_level="O2", verbosity=0)
+    (first, second), copied = copy.deepcopy((models, optimizer))
+    held = copied.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, [*first.parameters(), *second.parameters()]))
+
+
+# Functions of torch's in copies and pickles of layers
+
+
+@pytest.fixture
+def o1():
+    ampatch.initialize([], dtype="bfloat16", patch_scope="process", verbosity=0)
+
+
+def test_copies_of_layers_that_hold_functions(o1):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=F.softplus, batch_first=True)
+    twin = copy.deepcopy(layer)
+    assert twin.activation is F.softplus
+    assert pickle.loads(pickle.dumps(layer)).activation is F.softplus
+    nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)(torch.randn(1, 3, 8))
+
+
+def test_pickles_load_where_ampatch_is_not(o1, tmp_path):
+    functions = [F.linear, F.softplus, torch.mm, torch.linalg.norm, torch.Tensor.exp]
+    functions += [torch.special.expm1, torch._VF.lstm]
+    (tmp_path / "functions.pickle").write_bytes(pickle.dumps(functions))
+    code = """
+        import pickle, sys, torch
+        found = pickle.load(open("functions.pickle", "rb"))
+        assert "ampatch" not in sys.modules
+        assert found[0] is torch.nn.functional.linear and found[2] is torch.mm
+        assert found[4] is torch.Tensor.exp or found[4] == torch.Tensor.exp
+        assert len(found) == 7
+    """
+    done = python("-W", "error", "-c", textwrap.dedent(code), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
