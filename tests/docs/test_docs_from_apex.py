@@ -182,9 +182,8 @@ def test_an_old_script_sees_the_message_of_the_guide_and_not_after_the_mend(scri
 
 
 def test_a_script_reads_its_local_rank_from_either_launcher(monkeypatch, capsys):
-    [(_, under_torchrun), (message, under_launch)] = [
-        rest for script, rest in CHANGES.items() if script.startswith("parser")
-    ]
+    rows = [rest for script, rest in CHANGES.items() if script.startswith("parser")]
+    (_, under_torchrun), (message, under_launch) = rows
     old = argparse.ArgumentParser()
     old.add_argument("--local_rank", type=int, default=0)
     with pytest.raises(SystemExit):

@@ -1,12 +1,19 @@
-"""README, CONTRIBUTING, docs/ and the guides of rooms: links work, files that they name exist."""
+"""README, CONTRIBUTING, docs/, guides of rooms: links work, and they say what the source says."""
 
 import ast
+import configparser
+import inspect
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
+import pages
 import pytest
 from pages import FENCE, PAGES
 from repository import ROOT
+
+import ampatch
 
 REPOSITORY = "https://github.com/ampatch/ampatch"
 IN_REPOSITORY = re.compile(rf"{REPOSITORY}/(?:blob|raw|tree)/main/(.+)")
@@ -95,3 +102,99 @@ def where_to_look(room: Path) -> set[str]:
 def test_where_to_look_names_every_file_of_a_room_and_no_other(room):
     folders = {path.parent.name for path in room.glob("*/__init__.py")}
     assert where_to_look(room) == folders | {path.stem for path in room.glob("*.py")} - {"__init__"}
+
+
+# The README, as the package page shows it too: its links, its commands, its extras
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+README = pages.snippets(ROOT / "README.md")
+SNIPPETS = [snippet for snippet in README if snippet.language == "bash"]
+COMMANDS = [command.split() for part in SNIPPETS for command in pages.commands(part)]
+
+
+def commands(program: str) -> list[list[str]]:
+    """The arguments of each call of a program."""
+    return [rest for name, *rest in COMMANDS if name == program]
+
+
+def test_every_link_is_absolute_for_a_package_page_has_no_files():
+    links = [link for link, _ in LINK.findall(FENCE.sub("", TEXT))]
+    assert [link for link in links if "://" not in link] == []
+    assert len(TEXT.partition("](")[0].split()) < 500, "a reader finds a link early"
+    assert any(IN_REPOSITORY.fullmatch(link) for link in links)
+    assert len(TEXT.splitlines()) <= 110, "it is short"
+
+
+def test_the_addresses_are_those_of_the_repository():
+    lines = SETUP["metadata"]["project_urls"].strip().splitlines()
+    urls = dict(line.split(" = ") for line in lines)
+    for url in [SETUP["metadata"]["url"], *urls.values()]:
+        assert url.startswith(REPOSITORY)
+        page = IN_REPOSITORY.fullmatch(url)
+        assert page is None or (ROOT / page[1]).exists()
+
+
+def test_pip_installs_extras_that_exist_and_the_first_command_is_a_sweep():
+    asked = [rest for rest in commands("pip") if rest[0] == "install"]
+    assert ["install", "."] in asked  # from a clone: it is on no index
+    named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
+    assert named == {"sweep", "test"}
+    assert named < set(SETUP["options.extras_require"])
+    assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
+    assert commands("ampatch")[0] == ["sweep", "examples/digits.py", "--budget", "4"]
+
+
+def test_version_and_date_of_the_release_are_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    ((version, date), *_) = re.findall(r"^## \[([\d.]+)\] - (.+)$", changes, re.MULTILINE)
+    assert version == ampatch.__version__
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [version]
+    assert re.findall(r"^date-released: (.+)$", citation, re.MULTILINE) == [date]
+    assert f"\nrepository-code: {REPOSITORY}\n" in citation
+    assert f"\n[{version}]: {REPOSITORY}/releases/tag/v{version}\n" in changes
+    assert f"\n[Unreleased]: {REPOSITORY}/compare/v{version}...HEAD\n" in changes
+
+
+def test_help_of_the_package_has_the_first_example():
+    first = next(snippet for snippet in README if snippet.language == "python")
+    assert first.text.strip() in inspect.getdoc(ampatch).replace("\n    ", "\n")
+
+
+# docs/reference/ has what docstrings and parsers say: `python docs/site/reference.py`
+
+FOLDER = ROOT / "docs" / "reference"
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/reference.py")))
+
+
+@pytest.mark.parametrize("name", ["api", "commands", "frameworks", "sweeps"])
+def test_a_page_is_as_the_source_says(name, reference):
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert reference.PART.search(text)
+    assert reference.completed(text) == text, "run: python docs/site/reference.py"
+
+
+def test_a_page_that_is_not_current_is_seen(reference):
+    text = (FOLDER / "api.md").read_text(encoding="utf-8")
+    old = text.replace("growth_interval: int = 2000", "growth_interval: int = 1999")
+    assert old != text and reference.completed(old) == text
+
+
+def test_each_public_name_has_its_section():
+    headings = re.findall(r"^### (\w+)$", (FOLDER / "api.md").read_text(encoding="utf-8"), re.M)
+    assert set(ampatch.__all__) - {"__version__"} <= set(headings)
+
+
+def test_each_option_is_in_the_page_of_commands(here):
+    text = (FOLDER / "commands.md").read_text(encoding="utf-8")
+    for command in ("sweep", "run", "gradients", "doctor"):
+        said = here(command, "--help").stdout
+        section = text.split(f"\n## ampatch {command}\n")[1].split("\n## ")[0]
+        options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+|-m)", said, re.M)) - {"--help"}
+        assert options and all(f"`{option}" in section for option in options)

@@ -32,7 +32,7 @@ ON_RANKS = "distributed"
 """A folder of pages."""
 
 NOT_RUN = {
-    "ampatch build": "tests/native/test_build_command.py builds",
+    "ampatch build": "tests/native/test_building.py builds",
     "ampatch doctor": "it times products for seconds; tests/cli/ runs it with quicker ones",
     "ampatch tune": "minutes; tests/tune/ runs it, short",
     "benchmarks/on_gpu.sh": "tests/benchmarks/test_on_gpu.py runs it, small",
@@ -70,31 +70,23 @@ def is_run(command: str) -> bool:
 
 def commands_of(page: Path) -> list[str]:
     """Those that run, each once."""
-    every = [
-        command for each in snippets(page) if each.language in SHELL for command in commands(each)
-    ]
+    parts = [part for part in snippets(page) if part.language in SHELL]
+    every = [command for part in parts for command in commands(part)]
     return [command for command in dict.fromkeys(every) if is_run(command)]
 
 
 def python_of(page: Path) -> list[Snippet]:
     """The program of a page."""
     on_ranks = page.parent.name == ON_RANKS  # there torchrun starts files
-    return [
-        snippet
-        for snippet in snippets(page)
-        if snippet.language == "python" and not (on_ranks and snippet.title)
-    ]
+    parts = [part for part in snippets(page) if part.language == "python"]
+    return [part for part in parts if not (on_ranks and part.title)]
 
 
 OWN = [page for page in PAGES if not {page.name, page.parent.name} & RUN_ELSEWHERE.keys()]
 PROGRAMS = [pytest.param(page, parts, id=page.stem) for page in OWN if (parts := python_of(page))]
 QUICK = [(page, line) for page in OWN for line in commands_of(page) if not is_slow(line)]
-SLOW = dict.fromkeys(
-    line
-    for page in OWN
-    for line in commands_of(page)
-    if is_slow(line) or line.startswith(tuple(SHORTER))
-)
+LINES = [line for page in OWN for line in commands_of(page)]
+SLOW = dict.fromkeys(line for line in LINES if is_slow(line) or line.startswith(tuple(SHORTER)))
 
 
 EVERY = [part for page in PAGES for part in snippets(page)]
@@ -167,8 +159,7 @@ def run_command(command: str, folder: Path, more: tuple[str, ...] = ()) -> str:
 
 
 @pytest.mark.parametrize(
-    "page, command",
-    [pytest.param(*row, id=row[1]) for row in QUICK if row != TUTORIAL],
+    "page, command", [pytest.param(*row, id=row[1]) for row in QUICK if row != TUTORIAL]
 )
 def test_a_command_runs(page, command, folder, capsys):
     [more] = [more for name, more in SHORTER.items() if command.startswith(name)] or [()]

@@ -60,9 +60,7 @@ class Driver:
         self.seen += [torch.as_tensor(value).detach().double().clone() for value in values]
         self.met += [self.case] * len(values)
 
-    def backward(
-        self, loss: Tensor, optimizers: Any, block: dict | None = None, **options: Any
-    ) -> None:
+    def backward(self, loss: Tensor, optimizers: Any, block: Any = None, **options: Any) -> None:
         """Record the loss and call its backward pass through the scaler.
 
         `block` is what `scale_loss` gets besides: when gradients are unscaled, and by which of
@@ -159,9 +157,8 @@ class ByHand(Driver):
         wanted = settings.get("loss_scale") or ("dynamic" if scaled else 1.0)
         self._dynamic = wanted == "dynamic"
         self._interval = settings.get("growth_interval", 2000)
-        self._first_scale = (
-            settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
-        )
+        first_scale = settings.get("init_scale", INIT_SCALE)
+        self._first_scale = first_scale if self._dynamic else float(wanted)
         self._cap = settings.get("max_loss_scale", 2.0**24)
         self._scales = [[self._first_scale, 0] for _ in range(settings.get("num_losses", 1))]
         nets, optimizers = _made(net, make, self.device)

@@ -275,9 +275,8 @@ class Actions(Run):
                 p.grad.mul_(0.5)
 
     def log_norms(self, number: int) -> None:
-        self.amp.record(
-            *[p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
-        )
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.amp.record(*[grad.float().norm() for grad in grads])
 
     def hook_a_weight(self, number: int) -> None:
         p = self.weight(number)
@@ -380,13 +379,10 @@ OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero")
 def program(seed: int, length: int = 25) -> Program:
     chance = random.Random(seed)
     names = list(ACTIONS)
-    chosen = [
-        (
-            chance.choice(OFTEN) if chance.random() < 0.5 else chance.choice(names),
-            chance.randrange(1000),
-        )
-        for _ in range(length)
-    ]
+    chosen = []
+    for _ in range(length):
+        name = chance.choice(OFTEN) if chance.random() < 0.5 else chance.choice(names)
+        chosen.append((name, chance.randrange(1000)))
     return [(chance.choice(list(OPTIMIZERS)), 0), *chosen, ("train", 1), ("evaluate", 2)]
 
 
@@ -427,6 +423,5 @@ def replay(level: str, half: str, actions: Program) -> None:
     if fault(level, half, actions):
         short = shortened(level, half, actions)
         listed = "".join(f"    {action!r},\n" for action in short)
-        raise AssertionError(
-            f"{fault(level, half, short)}\nreplay({level!r}, {half!r}, [\n{listed}])"
-        )
+        call = f"replay({level!r}, {half!r}, [\n{listed}])"
+        raise AssertionError(f"{fault(level, half, short)}\n{call}")

@@ -12,9 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 class Causal(Block):
     def forward(self, x):
         q, k, v = (layer(x)[None, None] for layer in (self.first, self.second, self.first))
-        out = F.scaled_dot_product_attention(
-            q[:, :, -3:], k, v, attn_mask=causal_lower_right(3, x.shape[0])
-        )
+        mask = causal_lower_right(3, x.shape[0])
+        out = F.scaled_dot_product_attention(q[:, :, -3:], k, v, attn_mask=mask)
         return self.head(out[0, 0])
 
 

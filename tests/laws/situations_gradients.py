@@ -117,10 +117,8 @@ def gradients_kept_by_reference(amp):
     """What was taken from `p.grad` keeps its values when the next pass runs; until it is set to
     None it stays the same memory, through which it can be zeroed."""
     model, optimizer = amp.start(mlp(), PLAIN)
-    kept = []
-    plain_loop(
-        amp, model, optimizer, 4, after=lambda: kept.append([p.grad for p in model.parameters()])
-    )
+    kept, params = [], list(model.parameters())
+    plain_loop(amp, model, optimizer, 4, after=lambda: kept.append([p.grad for p in params]))
     for x, y in batches(3):
         for grad in kept[-1]:
             grad.zero_()
@@ -150,9 +148,8 @@ def gradients_of_a_single_weight(amp):
         amp.record(grad, other)
         for asked in (weight, list(model.parameters())):
             up = torch.eye(2).repeat(1, 6).view(2, 6, 2).to(out.dtype)
-            amp.record(
-                *torch.autograd.grad(out, asked, up, is_grads_batched=True, retain_graph=True)
-            )
+            batch = torch.autograd.grad(out, asked, up, is_grads_batched=True, retain_graph=True)
+            amp.record(*batch)
         amp.step(mse(out, y) + grad.norm() / (other.norm() + 1e-4) * mse(out, -y), optimizer)
         (grad,) = torch.autograd.grad(mse(model(x)[0], y), weight, create_graph=True)
         amp.step(grad.square().sum(), optimizer)

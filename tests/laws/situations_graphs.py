@@ -101,9 +101,7 @@ CHECKPOINTS = {
 def checkpoints(amp, case):
     """At the end with a forward in between, which casts weights anew before the recompute."""
     model, optimizer = trained(amp, case())
-    is_reentrant = isinstance(
-        model, nn.Sequential
-    )  # then torch warns where nothing wants gradients
+    is_reentrant = type(model) is nn.Sequential  # torch warns where nothing wants gradients
     for x, y in batches(0 if is_reentrant else 2):
         optimizer.zero_grad()
         loss = mse(model(x), y)
@@ -282,10 +280,9 @@ def sessions_that_take_turns(amp, case):
 def two_sessions_in_two_half_dtypes(amp):
     """Recomputation and a custom backward run under their own forward's policy."""
     other = amp.another(half={torch.float16: torch.bfloat16}.get(amp.half, torch.float16))
-    first, first_optimizer = amp.start(Checkpointed(use_reentrant=False), loss_scale=1.0)
-    second, second_optimizer = other.start(
-        Checkpointed(use_reentrant=False), loss_scale=1.0, patch_scope="model"
-    )
+    first, second = (Checkpointed(use_reentrant=False) for _ in range(2))
+    first, first_optimizer = amp.start(first, loss_scale=1.0)
+    second, second_optimizer = other.start(second, loss_scale=1.0, patch_scope="model")
     for x, y in batches(3):
         a, b = mse(first(x), y), mse(second(x), y)
         first_optimizer.zero_grad()

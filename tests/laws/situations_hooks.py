@@ -98,9 +98,8 @@ def multi_grad_hook_between_forward_and_backward(amp):
     for x, y in batches(3):
         optimizer.zero_grad()
         loss = mse(model(x), y)
-        handle = torch.autograd.graph.register_multi_grad_hook(
-            list(model.parameters()), lambda grads: amp.record(*grads)
-        )
+        params, hook = list(model.parameters()), lambda grads: amp.record(*grads)
+        handle = torch.autograd.graph.register_multi_grad_hook(params, hook)
         amp.backward(loss, optimizer)
         handle.remove()
         optimizer.step()

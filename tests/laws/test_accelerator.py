@@ -76,10 +76,8 @@ def steps(make_model, kind, options, factors, **settings):
 
 
 def of_each_kind(kinds):
-    return pytest.mark.parametrize(
-        ("model", "kind", "options"),
-        [*((Attention, *kind) for kind in kinds), (mlp, *kinds[0])],
-    )
+    cases = [*((Attention, *kind) for kind in kinds), (mlp, *kinds[0])]
+    return pytest.mark.parametrize(("model", "kind", "options"), cases)
 
 
 def assert_nothing_moves(results):

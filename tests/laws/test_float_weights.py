@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 import ampatch
 
-needs_distributed = pytest.mark.skipif(
-    not dist.is_available(), reason="torch without torch.distributed"
-)
+needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="no torch.distributed")
 
 
 def checkpointed(amp: Any, way: str, folder: str) -> None:
@@ -41,9 +39,8 @@ def checkpointed(amp: Any, way: str, folder: str) -> None:
     plain_loop(amp, model, optimizer, 2, seed=3)
     dcp.load(held, checkpoint_id=folder)
     amp.record(*weights.values(), *model.parameters())
-    set_state_dict(
-        model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
-    )
+    states = {"model_state_dict": held["model"], "optim_state_dict": held["optimizer"]}
+    set_state_dict(model, optimizer, **states)
     look(amp, model)
     amp.record(*model.parameters())
     plain_loop(amp, model, optimizer, 2, seed=4)

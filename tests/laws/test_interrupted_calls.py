@@ -28,13 +28,11 @@ HALF = torch.bfloat16
 LINEAR = F.linear
 FLOAT_NORM = {"norm": "float"}
 FILES = tuple(map(str, Path(strikes.ROOT, "models").glob("*.py")))
-FILES += tuple(
-    f"casting/{name}.py" for name in ("autocast_interop", "calls", "context_propagation", "policy")
-)
+IN_CASTING = ("autocast_interop", "calls", "context_propagation", "policy")
+FILES += tuple(f"casting/{name}.py" for name in IN_CASTING)
 WITH_BLOCKS = ("autocast_interop.py", "policy.py")
-WAYS = pytest.mark.parametrize(
-    "level, scope", [("O1", "model"), ("O1", "process"), ("O2", ""), ("O3", "")]
-)
+SCOPES = [("O1", "model"), ("O1", "process"), ("O2", ""), ("O3", "")]
+WAYS = pytest.mark.parametrize("level, scope", SCOPES)
 MOST = pytest.mark.parametrize("most", [25, pytest.param(10**6, marks=pytest.mark.slow, id="all")])
 """At most so many moments, evenly."""
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and which class may derive from which.
+"""Who may import whom, which class may derive from which, and who may ask for kinds of devices.
 
 The operator side (`casting`) and the optimizer side (`scaling`) never meet; imports go
 downwards only, and never in a circle.
@@ -230,3 +230,35 @@ assert not sys.modules.keys() & {"ampatch.sweep", "ampatch.diagnose", "apex"}
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+# Two modules know kinds of devices: no other of the package asks for CUDA, or for its siblings
+
+HOMES = ("torch_private/devices.py", "device_figures.py")
+KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "xla", "npu", "musa")
+
+NAMING = {
+    "casting/autocast_interop.py": "torch's functions that name no device mean CUDA",
+    "sweep/execution/fork_server.py": "a process that has started CUDA is not forked",
+    "sweep/options.py": "an example in the help of --devices",
+    "native/loading.py": "which build of torch a native part was built for",
+}
+"""Other files that name a kind, each with the reason."""
+
+
+def kinds_named(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.removeprefix("torch.").partition(":")[0].partition(".")[0]
+        elif isinstance(node, ast.Attribute):
+            name = node.attr.removeprefix("is_")
+        else:
+            continue
+        if name in KINDS:
+            yield name
+
+
+def test_no_other_module_names_a_kind():
+    results = {str(path.relative_to(ROOT)): set(kinds_named(tree_of(path))) for path in FILES}
+    naming = {name: kinds for name, kinds in results.items() if kinds and name not in HOMES}
+    assert naming.keys() == NAMING.keys(), naming

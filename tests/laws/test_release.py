@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import ROOT
@@ -21,6 +22,12 @@ from ampatch.compat.apex.packages import VERSION
 from ampatch.config.scale_settings import ScaleSettings
 
 NOT_RELEASED = re.compile(r"\.git.*|\.ci/.*")  # what serves this repository alone
+
+
+def run(*command: object, **options: Any) -> str:
+    """What it prints."""
+    options = {"check": True, "capture_output": True, "text": True, **options}
+    return subprocess.run(command, **options).stdout
 
 
 def git_files() -> list[str]:
@@ -39,12 +46,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
     for name in git_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, copy / name)
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "sdist", "bdist_wheel"],
-        cwd=copy,
-        check=True,
-        capture_output=True,
-    )
+    run(sys.executable, "setup.py", "-q", "sdist", "bdist_wheel", cwd=copy)
     (wheel,), (source,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
     return wheel, source
 
@@ -76,44 +78,32 @@ def test_the_wheel_has_the_whole_package_alone_and_its_license(archives):
 def test_what_is_released_installs_and_trains(archives, kind, tmp_path):
     """In a fresh environment, which sees torch and wrapt of this one."""
     python = tmp_path / "fresh" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True)
+    run(sys.executable, "-m", "venv", tmp_path / "fresh")
     here = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    places = [
-        subprocess.run([run, "-c", here], check=True, capture_output=True, text=True).stdout.strip()
-        for run in (sys.executable, python)
-    ]
+    places = [run(program, "-c", here).strip() for program in (sys.executable, python)]
     Path(places[1], "beside.pth").write_text(places[0])
     wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*wheel, "-w", tmp_path, archives[kind]], check=True, capture_output=True)
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", *tmp_path.glob("*.whl")]
-    subprocess.run(install, check=True, capture_output=True)
+    run(*wheel, "-w", tmp_path, archives[kind])
+    run(python, "-m", "pip", "install", "-q", "--no-deps", *tmp_path.glob("*.whl"))
     program = (
         "import ampatch, torch; model = torch.nn.Linear(2, 2);"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1);"
         "ampatch.initialize(model, optimizer, opt_level='O2', verbosity=0);"
         "print(ampatch.__file__, model(torch.ones(1, 2)).dtype)"
     )
-    done = subprocess.run(
-        [python, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    file, dtype = done.stdout.split()
+    file, dtype = run(python, "-c", program, cwd=tmp_path).split()
     assert Path(file).is_relative_to(tmp_path)
     assert dtype == "torch.float32"
+
+
+OWN = {"models", "optimizers", "enabled", "opt_level", "num_losses"}
 
 
 @pytest.mark.parametrize(
     "function, settings, spelled_out",
     [
-        (
-            ampatch.initialize,
-            types.Settings,
-            {"models", "optimizers", "enabled", "opt_level", "num_losses", "dtype"},
-        ),
-        (
-            amp.initialize,
-            types.ApexSettings,
-            {"models", "optimizers", "enabled", "opt_level", "num_losses"},
-        ),
+        (ampatch.initialize, types.Settings, OWN | {"dtype"}),
+        (amp.initialize, types.ApexSettings, OWN),
         (ScaleSettings, types.ScaleSettings, set()),
     ],
     ids=["initialize", "apex", "loss scale"],

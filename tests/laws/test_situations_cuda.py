@@ -20,6 +20,7 @@ NOT_THERE = {
     "averaged_models": "torch's own mean divides a counter by an integer, which CUDA refuses",
 }
 PROGRAMS = 25
+THERE = [param for param in ROWS if param.values[0].name not in NOT_THERE]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,7 @@ def on_cuda(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of:UserWarning")  # the oracle's
-@pytest.mark.parametrize(
-    ("row", "level", "half"), [param for param in ROWS if param.values[0].name not in NOT_THERE]
-)
+@pytest.mark.parametrize(("row", "level", "half"), THERE)
 def test_situation(row, level, half, caplog):
     check(row, level, half, caplog)
 

@@ -1,17 +1,22 @@
-"""The walks in docs/design.md name every file of ampatch that a training step enters."""
+"""How far a reader follows a training step: the walks in docs/design.md, and counts of a way."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from frames import entered
-from repository import DOCS
+from repository import BENCHMARKS, DOCS
 from small_training import data, pass_back, start, train
 from torch import nn
+from warm_python import environment, python
 
 import ampatch
 from ampatch import native
+
+# The walks name every file of ampatch that a training step enters
+
 
 PACKAGE = Path(ampatch.__file__).parent
 DESIGN = (DOCS / "design.md").read_text(encoding="utf-8")
@@ -67,3 +72,36 @@ def test_a_walk_names_every_file_that_is_entered(title):
     assert results <= named
     if native.part is None:  # it does in C++ what some of the files say in Python
         assert results == named and set(files) <= named
+
+
+# Of one call of a Linear, and one step: functions, files, changes of file.
+#
+# `benchmarks/run.py way` prints them.  Where the way becomes shorter, lower the numbers
+
+
+MOST = {
+    "O1 forward": (33, 8, 19),
+    "O1 step": (124, 26, 72),
+    "O2 forward": (44, 10, 26),
+    "O2 step with an overflow": (130, 29, 81),
+}
+COUNT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import way
+print(json.dumps(way.ways()))
+"""
+
+
+@pytest.fixture(scope="module")
+def ways():
+    env = environment(AMPATCH_NATIVE="0")
+    done = python("-c", COUNT, str(BENCHMARKS), env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_way_is_no_longer_than_this(ways, name):
+    results = tuple(ways[name])
+    assert all(first <= most for first, most in zip(results, MOST[name], strict=True)), results

@@ -110,9 +110,8 @@ def test_a_failing_second_time_leaves_the_first_in_force(opt_level, when, schedu
     runs, late = [], when == "late"
     for fails in (False, True):
         model, optimizer = pair()
-        ampatch.initialize(
-            model, optimizer, opt_level=opt_level, init_scale=2.0**10, num_losses=2, verbosity=0
-        )
+        settings = {"init_scale": 2.0**10, "num_losses": 2, "verbosity": 0}
+        ampatch.initialize(model, optimizer, opt_level=opt_level, **settings)
         if scheduled:
             torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for step in range(2):

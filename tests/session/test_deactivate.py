@@ -55,9 +55,8 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     optimizer = OPTIMIZERS[kind](model.parameters())
     objects = [*model.parameters(), *model.buffers()]
     before = names(model, optimizer)
-    ampatch.initialize(
-        model, optimizer, opt_level=opt_level, dtype=half, loss_scale="dynamic", verbosity=0
-    )
+    settings = {"opt_level": opt_level, "dtype": half, "loss_scale": "dynamic", "verbosity": 0}
+    ampatch.initialize(model, optimizer, **settings)
     assert names(model, optimizer) != before
     for number in range(3):
         session_pairs.one_step(model, optimizer, number)
@@ -70,9 +69,8 @@ def test_everything_is_given_back(opt_level, half, kind, skip):
     ampatch.deactivate()
 
     assert names(model, optimizer) == before
-    assert all(
-        a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()], strict=True)
-    )
+    held = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(objects, held, strict=True))
     listed = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(listed, model.parameters(), strict=True))
     for param, master, moved in zip(listed, masters, state, strict=True):
@@ -287,9 +285,8 @@ def test_a_weight_that_fails_does_not_keep_the_others(monkeypatch):
 def test_several_errors_come_together(monkeypatch):
     models, optimizers = zip(*[begin() for _ in range(3)], strict=True)
     for number, model in enumerate(models[:2]):
-        monkeypatch.setattr(
-            registry.objects.managed(model), "uninstall", failing(f"model {number}")
-        )
+        managed_model = registry.objects.managed(model)
+        monkeypatch.setattr(managed_model, "uninstall", failing(f"model {number}"))
     kind = getattr(builtins, "ExceptionGroup", ampatch.AmpatchError)
     with pytest.raises(kind, match="2 changes could not be undone"):
         ampatch.deactivate()

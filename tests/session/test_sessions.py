@@ -80,9 +80,8 @@ def test_the_environment_chooses_the_level(monkeypatch, asked, half):
     monkeypatch.setenv("AMPATCH_OPT_LEVEL", asked)
     monkeypatch.setenv("AMPATCH_DTYPE", str(half).removeprefix("torch."))
     model, optimizer = pair()
-    ampatch.initialize(
-        model, optimizer, opt_level="O2", keep_batchnorm_fp32=True, loss_scale=2.0, verbosity=0
-    )
+    settings = {"keep_batchnorm_fp32": True, "loss_scale": 2.0, "verbosity": 0}
+    ampatch.initialize(model, optimizer, opt_level="O2", **settings)
     properties = registry.sessions[-1].properties
     assert (properties.opt_level, properties.dtype) == (asked, half)
     assert model[0].weight.dtype is (half if asked == "O3" else torch.float32)
@@ -100,12 +99,7 @@ def test_the_environment_switches_it_off(monkeypatch, value, enabled):
 
 # Sessions whose models and optimizers are gone end at the next `initialize` or `deactivate`
 
-SETTINGS = {
-    "dtype": torch.bfloat16,
-    "loss_scale": "dynamic",
-    "verbosity": 0,
-    "patch_scope": "model",
-}
+SETTINGS = {"dtype": BF16, "loss_scale": "dynamic", "verbosity": 0, "patch_scope": "model"}
 
 
 def tensors():
@@ -121,9 +115,8 @@ def test_a_session_whose_members_are_gone_holds_no_weight_and_ends(opt_level, ha
 
     def experiment():
         model, optimizer = pair()
-        ampatch.initialize(
-            model, optimizer if has_optimizer else None, opt_level=opt_level, **SETTINGS
-        )
+        members = (model, optimizer) if has_optimizer else (model,)
+        ampatch.initialize(*members, opt_level=opt_level, **SETTINGS)
         for _ in range(steps):
             loss = model(torch.ones(3, 4)).float().sum()
             if has_optimizer:
@@ -185,9 +178,8 @@ def overflow(model, optimizer, times):
 
 def three(**settings):
     """A GAN's three, each with an `initialize` of its own; the second has two losses."""
-    return [
-        begin(init_scale=2.0**n, num_losses=k, **settings) for n, k in ((10, 1), (12, 2), (14, 1))
-    ]
+    scales_and_losses = ((2.0**10, 1), (2.0**12, 2), (2.0**14, 1))
+    return [begin(init_scale=n, num_losses=k, **settings) for n, k in scales_and_losses]
 
 
 def test_the_scales_of_each_session_come_back():
@@ -195,11 +187,8 @@ def test_the_scales_of_each_session_come_back():
     for times, (model, optimizer) in enumerate(pairs, 1):
         overflow(model, optimizer, times)
     states = [copy.deepcopy(ampatch.state_dict(of=model)) for model, _ in pairs]
-    assert [[entry["loss_scale"] for entry in state.values()] for state in states] == [
-        [2.0**9],
-        [2.0**10, 2.0**12],
-        [2.0**11],
-    ]
+    scales = [[entry["loss_scale"] for entry in state.values()] for state in states]
+    assert scales == [[2.0**9], [2.0**10, 2.0**12], [2.0**11]]
     ampatch.deactivate()
     pairs = three()
     for (_, optimizer), state in zip(pairs, states, strict=True):

@@ -1,7 +1,12 @@
-"""Overrides and settings from JSON: a path, `AMPATCH_OVERRIDES`, `AMPATCH_SETTINGS`, options."""
+"""Settings: what levels and arguments say, checks of single values, and JSON from outside."""
 
+import dataclasses
+import inspect
+import math
+from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +14,82 @@ from torch import nn
 import ampatch
 from ampatch.cli import main
 from ampatch.config import environment
+from ampatch.config.opt_levels import (
+    LEVELS,
+    SETTING_ARGUMENTS,
+    Properties,
+    level_defaults,
+    properties_for,
+)
+from ampatch.config.scale_settings import ScaleSettings
+from ampatch.config.validation import known_word, positive_number, truth_value, whole_number
+
+# What an opt level and the arguments of `initialize` say stands in one place each
+
+
+FIELDS = {field.name for field in dataclasses.fields(Properties)}
+SIGNATURE = inspect.signature(ampatch.initialize).parameters
+
+
+def test_every_property_is_an_argument_of_initialize():
+    assert FIELDS <= SIGNATURE.keys()
+    assert set(SETTING_ARGUMENTS) == FIELDS - {"opt_level", "dtype"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LEVELS)
+def test_defaults_of_arguments_are_the_levels(name, dtype):
+    defaults = {name: SIGNATURE[name].default for name in SETTING_ARGUMENTS}
+    assert properties_for(name, dtype, **defaults) == level_defaults(name, dtype)
+    assert level_defaults(name, dtype).scale_settings == ScaleSettings()
+
+
+# Checks of single values: what counts, what is refused, and how the message begins
+
+WHAT = "f(x=...)"
+positive, in_text = positive_number, partial(positive_number, or_text=True)
+whole = partial(whole_number, least=3)
+direction = partial(known_word, known=("up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("check", "values", "expected"),
+    [
+        (positive, [2, 2.0, np.float32(2.0), torch.tensor(2.0)], 2.0),
+        (in_text, ["2", " 2.0 ", "2e0"], 2.0),
+        (whole, [3, np.int64(3), torch.tensor(3)], 3),
+        (truth_value, [True, "True"], True),
+        (truth_value, [False, "False"], False),
+        (direction, ["up"], "up"),
+    ],
+)
+def test_what_counts(check, values, expected):
+    for value in values:
+        actual = check(WHAT, value)
+        assert actual == expected and type(actual) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("check", "values", "error", "says"),
+    [
+        (positive, ["2", True, None, [1.0], 1j], TypeError, "expected a positive number, got"),
+        (in_text, [True, None, [1.0], 1j], TypeError, "expected a positive number, got"),
+        (positive, [0, -1.0, math.inf, math.nan], ValueError, "must be above 0 and finite"),
+        (partial(in_text, expected="a big one"), ["big"], ValueError, r"expected a big one\.$"),
+        (whole, [2, np.int64(2)], ValueError, "expected at least 3"),
+        (whole, [True, 3.0, "3", None], TypeError, "expected a whole number, got"),
+        (truth_value, [1, "yes", None], TypeError, "expected True or False"),
+        (direction, [3], ValueError, r'expected "up" or "down"\.'),
+        (direction, ["dwon"], ValueError, 'expected "up" or "down". Did you mean "down"?'),
+    ],
+)
+def test_what_is_refused(check, values, error, says):
+    for value in values:
+        with pytest.raises(error, match=r"^f\(x=...\): " + says):
+            check(WHAT, value)
+
+
+# A path, `AMPATCH_OVERRIDES`, `AMPATCH_SETTINGS`, options of commands
 
 TEXT = '{"0": "float"}'
 
