@@ -9,6 +9,7 @@ from torch_snapshot import changes, snapshot
 from warm_python import python
 
 import ampatch
+from ampatch import AmpatchError
 from ampatch.session.facade import open_sessions
 
 MISSING_WITH = r"'with ampatch.scale_loss\(loss, .*\) as scaled_loss: scaled_loss.backward\(\)'"
@@ -22,17 +23,14 @@ def training(**kwargs):
 L = torch.tensor(3.0)
 MODEL = nn.Linear(2, 2)
 half_function = ampatch.register_half_function
+NO_ARGUMENT = 'ize(optlevel=...): there is no such argument. Did you mean "opt_'
 BAD_INITIALIZE = [
     ({"opt_level": "O7"}, ValueError, "opt_level='O7'): unknown opt level 'O7'. Expected O0, O1, "),
     ({"opt_level": None}, ValueError, "opt_level=None"),
     ({"opt_level": 1}, ValueError, "opt_level=1"),
     ({"opt_level": "o1"}, ValueError, '(the letter O, not the digit zero). Did you mean "O1"?'),
     ({"opt_level": "01"}, ValueError, 'Did you mean "O1"?'),
-    (
-        {"optlevel": "O1"},
-        TypeError,
-        'ize(optlevel=...): there is no such argument. Did you mean "opt_',
-    ),
+    ({"optlevel": "O1"}, TypeError, NO_ARGUMENT),
     ({"dtype": torch.float32}, ValueError, 'torch.bfloat16; for FP32 use opt_level="O0".'),
     ({"dtype": "floaty16"}, ValueError, 'Did you mean "float16"?'),
     ({"dtype": 16}, TypeError, "dtype=16"),
@@ -106,11 +104,11 @@ def test_an_optimizer_that_would_leave_half_weights_as_they_are(half):
 def test_scale_loss_before_initialize_and_with_strangers():
     (model, optimizer), (_, foreign) = training(), training()
     loss = model(torch.randn(4, 4)).sum()
-    with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open. Call ampatch.init"):
+    with pytest.raises(AmpatchError, match="no ampatch session is open. Call ampatch.init"):
         ampatch.scale_loss(loss, optimizer)
     ampatch.initialize(model, optimizer)
     for arguments in (foreign, [optimizer, foreign]):
-        with pytest.raises(ampatch.AmpatchError, match=r"loss\(<SGD>\): this optimizer was n"):
+        with pytest.raises(AmpatchError, match=r"loss\(<SGD>\): this optimizer was n"):
             ampatch.scale_loss(loss, arguments)
     with pytest.raises(ValueError, match="optimizers=.*at least one"):
         ampatch.scale_loss(loss, [])  # nothing would unscale the gradients
@@ -152,7 +150,7 @@ def test_a_stranger_is_told_which_optimizers_are_managed():
     ampatch.initialize(model, [first, second, third])
     foreign = torch.optim.AdamW(model.parameters())
     for call in (lambda: ampatch.scale_loss(L, foreign), lambda: ampatch.step_counts(foreign)):
-        with pytest.raises(ampatch.AmpatchError, match="manages: SGD, 2 of Adam. Pass one of"):
+        with pytest.raises(AmpatchError, match="manages: SGD, 2 of Adam. Pass one of"):
             call()
 
 
@@ -180,68 +178,48 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
     assert advice in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda o: ampatch.scale_loss(3.0, o), TypeError, "float. Pass the loss itself, not"),
-        (lambda o: ampatch.scale_loss(None, o), TypeError, "got None"),
-        (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
-        (lambda o: ampatch.scale_loss(torch.tensor(1j), o), TypeError, "got torch.complex64"),
-        (lambda o: ampatch.scale_loss(L, o, 2), ValueError, "numbered from 0. Call initialize("),
-        (lambda o: ampatch.scale_loss(L, o, "0"), TypeError, "loss_id='0'"),
-        (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
-        (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
-        (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a positive number"),
-        (lambda o: ampatch.unwrap(training()[0]), ampatch.AmpatchError, "use copy.deepcopy"),
-        (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
-        (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
-        (lambda o: half_function(torch, "nothing_such"), AttributeError, "nothing was registered"),
-        (lambda o: half_function("nodots"), ValueError, "one dotted string"),
-        (lambda o: half_function(None, "conv"), TypeError, "name='conv'): expected a module or cl"),
-        (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
-        (
-            lambda o: ampatch.log_metrics(acc="high"),
-            TypeError,
-            "log_metrics(acc='high'): expected a",
-        ),
-        (
-            lambda o: ampatch.log_metrics("accuracy", 0.4),
-            TypeError,
-            "expected numbers by name, such as ampatch.log_metrics(accuracy=0.9).",
-        ),
-        (
-            lambda o: ampatch.scale_loss(L, training()[1]),
-            ampatch.AmpatchError,
-            "call optimizer = ampatch.add_optimizers(optimizer)",
-        ),
-        (
-            lambda o: ampatch.initialize(o, training()[0]),
-            TypeError,
-            "got torch.optim.sgd.SGD. The model comes first, then the optimizer.",
-        ),
-        *(
-            (call, ampatch.AmpatchError, "was not given to ampatch.initialize")
-            for call in (
-                lambda o: ampatch.scale_loss(L, MODEL),
-                lambda o: ampatch.scale_loss(L, [MODEL]),
-                lambda o: ampatch.step_was_skipped(MODEL),
-                lambda o: ampatch.step_counts(MODEL),
-                lambda o: ampatch.unwrap(o),
-            )
-        ),
-        (lambda o: ampatch.master_params(None), TypeError, "master_params(optimizer=...): "),
-        (
-            lambda o: ampatch.initialize(MODEL, process_group="gloo"),
-            TypeError,
-            "expected None or a process group, such as torch.distributed.group.WORLD",
-        ),
-        (lambda o: ampatch.cached_weights, AttributeError, "removed in 0.2.0: "),
-        (lambda o: ampatch.log_metrics(acc=None), TypeError, "of one element, got NoneType"),
-        (lambda o: ampatch.log_metrics(acc=L.expand(2)), TypeError, "got torch.Tensor"),
-        (lambda o: ampatch.add_optimizers(None), TypeError, "...): expected a torch.optim.Opt"),
-        (lambda o: ampatch.add_optimizers([o, o]), ValueError, "the same object is listed twice"),
-    ],
-)
+BY_NAME = "expected numbers by name, such as ampatch.log_metrics(accuracy=0.9)."
+ADD_IT = "call optimizer = ampatch.add_optimizers(optimizer)"
+MODEL_FIRST = "got torch.optim.sgd.SGD. The model comes first, then the optimizer."
+NO_GROUP = "expected None or a process group, such as torch.distributed.group.WORLD"
+NOT_GIVEN = "was not given to ampatch.initialize"
+BAD_CALLS = [
+    (lambda o: ampatch.scale_loss(3.0, o), TypeError, "float. Pass the loss itself, not"),
+    (lambda o: ampatch.scale_loss(None, o), TypeError, "got None"),
+    (lambda o: ampatch.scale_loss(torch.tensor(3), o), TypeError, "got torch.int64"),
+    (lambda o: ampatch.scale_loss(torch.tensor(1j), o), TypeError, "got torch.complex64"),
+    (lambda o: ampatch.scale_loss(L, o, 2), ValueError, "numbered from 0. Call initialize("),
+    (lambda o: ampatch.scale_loss(L, o, "0"), TypeError, "loss_id='0'"),
+    (lambda o: ampatch.loss_scale(1), ValueError, "ampatch.loss_scale(loss_id=1)"),
+    (lambda o: ampatch.set_loss_scale(-1.0), ValueError, "must be above 0 and finite"),
+    (lambda o: ampatch.set_loss_scale("dynamic"), ValueError, "expected a positive number"),
+    (lambda o: ampatch.unwrap(training()[0]), AmpatchError, "use copy.deepcopy"),
+    (lambda o: ampatch.load_state_dict({"a": 1}), ValueError, "expected ['loss_scaler0']"),
+    (lambda o: ampatch.precision("fp8"), ValueError, 'expected "float" or "half"'),
+    (lambda o: half_function(torch, "nothing_such"), AttributeError, "nothing was registered"),
+    (lambda o: half_function("nodots"), ValueError, "one dotted string"),
+    (lambda o: half_function(None, "conv"), TypeError, "name='conv'): expected a module or cl"),
+    (lambda o: ampatch.unregister_function(torch, 3), TypeError, "(module=<module 'torch'"),
+    (lambda o: ampatch.log_metrics(acc="high"), TypeError, "log_metrics(acc='high'): expected a"),
+    (lambda o: ampatch.log_metrics("accuracy", 0.4), TypeError, BY_NAME),
+    (lambda o: ampatch.scale_loss(L, training()[1]), AmpatchError, ADD_IT),
+    (lambda o: ampatch.initialize(o, training()[0]), TypeError, MODEL_FIRST),
+    (lambda o: ampatch.scale_loss(L, MODEL), AmpatchError, NOT_GIVEN),
+    (lambda o: ampatch.scale_loss(L, [MODEL]), AmpatchError, NOT_GIVEN),
+    (lambda o: ampatch.step_was_skipped(MODEL), AmpatchError, NOT_GIVEN),
+    (lambda o: ampatch.step_counts(MODEL), AmpatchError, NOT_GIVEN),
+    (lambda o: ampatch.unwrap(o), AmpatchError, NOT_GIVEN),
+    (lambda o: ampatch.master_params(None), TypeError, "master_params(optimizer=...): "),
+    (lambda o: ampatch.initialize(MODEL, process_group="gloo"), TypeError, NO_GROUP),
+    (lambda o: ampatch.cached_weights, AttributeError, "removed in 0.2.0: "),
+    (lambda o: ampatch.log_metrics(acc=None), TypeError, "of one element, got NoneType"),
+    (lambda o: ampatch.log_metrics(acc=L.expand(2)), TypeError, "got torch.Tensor"),
+    (lambda o: ampatch.add_optimizers(None), TypeError, "...): expected a torch.optim.Opt"),
+    (lambda o: ampatch.add_optimizers([o, o]), ValueError, "the same object is listed twice"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD_CALLS)
 def test_the_other_calls(call, kind, message):
     ampatch.initialize(*(arguments := training()))
     with pytest.raises(kind, match=re.escape(message)):

@@ -20,7 +20,6 @@ PACKAGES = {
 }
 """Of clients that are called otherwise."""
 
-
 COMMAND = SimpleNamespace(**runpy.run_path(str(CLIENTS / "run.py")))
 
 

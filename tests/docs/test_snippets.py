@@ -35,7 +35,7 @@ NOT_RUN = {
     "ampatch build": "tests/native/test_building.py builds",
     "ampatch doctor": "it times products for seconds; tests/cli/ runs it with quicker ones",
     "ampatch tune": "minutes; tests/tune/ runs it, short",
-    "benchmarks/on_gpu.sh": "tests/benchmarks/test_on_gpu.py runs it, small",
+    "benchmarks/on_gpu.sh": "tests/benchmarks/test_one_runner.py runs it, small",
     "export": "it sets a variable of the reader's shell",
     "mkdocs serve": "it runs until it is stopped; .ci/run builds the site",
     "mypy": ".ci/run runs it",

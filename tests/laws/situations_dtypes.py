@@ -1,10 +1,13 @@
-"""Situations: dtypes of models, buffers, inputs and state dicts, before and after `initialize`."""
+"""Situations: dtypes of models, buffers, inputs, state dicts, functions, around `initialize`."""
 
+import contextlib
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from situations import PLAIN, Block, batches, mlp, mse, situation, trained
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 
 class Doubles(nn.Module):
@@ -33,12 +36,8 @@ def float64_is_never_touched(amp):
 
 @situation()
 def the_state_dict_after_initialize_is_the_one_before(amp):
-    net = nn.Sequential(
-        mlp(norm=True),
-        nn.Linear(2, 4),
-        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
-        nn.Linear(4, 2),
-    )
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    net = nn.Sequential(mlp(norm=True), nn.Linear(2, 4), norm, nn.Linear(4, 2))
     net.register_buffer("table", torch.linspace(0, 1, 7))
     net.register_buffer("huge", torch.tensor([1.7e9, 1e6, -1e9]))
     kept = [name for name, _ in net.named_buffers()]
@@ -135,12 +134,57 @@ def inputs_that_half_cannot_hold(amp, case):
 @situation("O2", against="FP32", within=3e-2)
 def running_statistics_of_instance_norm(amp):
     """Momentum 1e-4: in half the statistics would stand still at 1, where they end at 0.97."""
+    norm = nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True)
     net = nn.Sequential(
-        nn.Linear(4, 8),
-        nn.Unflatten(1, (2, 4)),
-        nn.InstanceNorm1d(2, momentum=1e-4, track_running_stats=True),
-        nn.Flatten(),
-        nn.Linear(8, 2),
+        nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), norm, nn.Flatten(), nn.Linear(8, 2)
     )
     model, _ = trained(amp, net, partial(torch.optim.SGD, lr=1e-3), 20)
     amp.record((model[2].running_var - 1) * 1000)
+
+
+# torch's functions under O1, where dtypes are mixed.  More: tests/casting
+
+
+class Causal(Block):
+    def forward(self, x):
+        q, k, v = (layer(x)[None, None] for layer in (self.first, self.second, self.first))
+        mask = causal_lower_right(3, x.shape[0])
+        out = F.scaled_dot_product_attention(q[:, :, -3:], k, v, attn_mask=mask)
+        return self.head(out[0, 0])
+
+
+@situation("O1 O2", against="FP32", within=2e-2)
+def causal_lower_right_bias(amp):
+    """Without the bias the loss is wrong by a factor of two."""
+    model, optimizer = amp.start(Causal())
+    for x, y in batches(3):
+        amp.step(mse(model(x), y[:3]), optimizer)
+
+
+@situation("O1")
+def an_embedding_bag_of_fp32_with_half_weights_of_its_samples(amp):
+    trained(amp)
+    words = torch.tensor([[0, 1, 2, 3]] * 6)
+    table = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+    for x, _ in batches(3):
+        shares = x.to(amp.half).float() if amp.by_hand else x.to(amp.half)
+        amp.record(F.embedding_bag(words, table, per_sample_weights=shares, mode="sum"))
+
+
+@contextlib.contextmanager
+def float64_by_default():
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(was)
+
+
+@situation(cases={"fp32": (torch.float32, {}), "fp64": (torch.float64, {"loss_scale": 1.0})})
+@float64_by_default()
+def a_default_dtype_of_float64_and_a_model_of(amp, case):
+    dtype, settings = case
+    model, optimizer = amp.start(mlp().to(dtype), **settings)
+    for x, y in batches(3):
+        amp.step((model(x.to(dtype)) - y.to(dtype)).square().mean(), optimizer)

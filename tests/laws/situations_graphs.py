@@ -101,7 +101,7 @@ CHECKPOINTS = {
 def checkpoints(amp, case):
     """At the end with a forward in between, which casts weights anew before the recompute."""
     model, optimizer = trained(amp, case())
-    is_reentrant = type(model) is nn.Sequential  # torch warns where nothing wants gradients
+    is_reentrant = isinstance(model, nn.Sequential)  # torch warns where nothing wants gradients
     for x, y in batches(0 if is_reentrant else 2):
         optimizer.zero_grad()
         loss = mse(model(x), y)

@@ -10,18 +10,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 @situation()
 def a_conv_net(amp):
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)),
-        nn.Conv2d(1, 4, 2, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 2),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(4, 2),
-    )
-    model, optimizer = amp.start(net)
+    body = [nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2)]
+    head = [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 2)]
+    model, optimizer = amp.start(nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *body, *head))
     for number, (x, y) in enumerate(batches(4)):
         torch.manual_seed(number)
         amp.step(mse(model(x), y), optimizer)

@@ -88,12 +88,12 @@ class Extragradient(torch.optim.SGD):
 
 
 LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=3)
+SEARCHING = partial(LBFGS, line_search_fn="strong_wolfe")
+REFUSED = {"halves": "fp16", "refuses": "under a dynamic loss scale"}
 STATIC, LATE = {"loss_scale": 128.0}, {"delay_unscale": True}
 
 
-@situation(
-    "O1", cases={"lbfgs_with_line_search": (partial(LBFGS, line_search_fn="strong_wolfe"), STATIC)}
-)
+@situation("O1", cases={"lbfgs_with_line_search": (SEARCHING, STATIC)})
 @situation(
     "O1 O2",
     cases={
@@ -106,12 +106,7 @@ STATIC, LATE = {"loss_scale": 128.0}, {"delay_unscale": True}
         "extragradient": (partial(Extragradient, lr=0.1), STATIC),
     },
 )
-@situation(
-    "O1 O2",
-    cases={"lbfgs_under_a_dynamic_scale": (LBFGS, {})},
-    halves="fp16",
-    refuses="under a dynamic loss scale",
-)
+@situation("O1 O2", cases={"lbfgs_under_a_dynamic_scale": (LBFGS, {})}, **REFUSED)
 def closures(amp, case):
     """LBFGS looks at gradients that are unscaled already.  Under a dynamic scale it could not go
     back after an overflow, as under `torch.amp.GradScaler`.  A closure called before `ZeroFirst`

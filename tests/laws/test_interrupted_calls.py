@@ -64,15 +64,9 @@ class Net(nn.Module):
 
 
 def manage(model, optimizers, level, scope, overrides=FLOAT_NORM):
-    ampatch.initialize(
-        *(model, optimizers),
-        opt_level=level,
-        dtype=HALF,
-        loss_scale=1.0,
-        verbosity=0,
-        overrides=overrides,
-        **({"patch_scope": scope} if level == "O1" else {}),
-    )
+    settings = {"dtype": HALF, "loss_scale": 1.0, "verbosity": 0, "overrides": overrides}
+    settings |= {"patch_scope": scope} if level == "O1" else {}
+    ampatch.initialize(model, optimizers, opt_level=level, **settings)
 
 
 def made():

@@ -7,20 +7,9 @@ import math
 from unittest import mock
 
 import pytest
+import small_training
 import torch
-from small_training import (
-    InBackward,
-    backward,
-    close,
-    data,
-    everything,
-    float_grads,
-    grads,
-    pass_back,
-    same,
-    seeded,
-    start,
-)
+from small_training import InBackward, backward, close, data, float_grads, grads, pass_back, same
 
 import ampatch
 from ampatch.scaling import gradients
@@ -32,7 +21,7 @@ ERRORS = [ValueError, KeyboardInterrupt]  # of `Exception`, and not
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, error, delay):
     """With a loss scale; under a scale of 1 a block does no more than FP32 training does."""
-    model, optimizer = start(opt_level, loss_scale=128.0)
+    model, optimizer = small_training.start(opt_level, loss_scale=128.0)
     backward(model, optimizer, data())
     before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
     fail = mock.Mock(side_effect=error)
@@ -48,7 +37,7 @@ def test_a_backward_pass_that_raises_leaves_the_earlier_gradients(opt_level, err
 
 def test_ctrl_c_on_the_way_in_takes_nothing_away(monkeypatch):
     """It strikes at the second optimizer of the block, when the first one is prepared."""
-    models = [seeded(0), seeded(1)]
+    models = [small_training.seeded(0), small_training.seeded(1)]
     pair = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     ampatch.initialize(models, pair, opt_level="O1", verbosity=0, init_scale=1024.0)
     for model, optimizer in zip(models, pair, strict=True):
@@ -77,7 +66,9 @@ def test_ctrl_c_on_the_way_in_takes_nothing_away(monkeypatch):
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_step_that_raised_may_be_tried_again_and_still_skips(error, monkeypatch):
     """A fused step that fails before its kernel must not forget the overflow it was told of."""
-    model, optimizer = start("O2", torch.optim.Adam, options={"lr": 0.1, "fused": True})
+    model, optimizer = small_training.start(
+        "O2", torch.optim.Adam, options={"lr": 0.1, "fused": True}
+    )
     backward(model, optimizer, data(), math.inf)
 
     def strike(*args, **kwargs):
@@ -95,19 +86,21 @@ def test_a_step_that_raised_may_be_tried_again_and_still_skips(error, monkeypatc
 
 def test_a_block_left_without_a_backward_pass_teaches_the_scale_nothing():
     """`if not loss.isfinite(): continue` is no clean step."""
-    model, optimizer = start("O1", growth_interval=2)
+    model, optimizer = small_training.start("O1", growth_interval=2)
     for _ in range(3):
         with ampatch.scale_loss(model(data()[0]).sum(), optimizer):
             continue
     assert ampatch.state_dict() == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}}
-    before = everything(model, optimizer)
+    before = small_training.everything(model, optimizer)
     optimizer.step()
-    assert same(everything(model, optimizer), before) and not ampatch.step_was_skipped(optimizer)
+    assert same(
+        small_training.everything(model, optimizer), before
+    ) and not ampatch.step_was_skipped(optimizer)
 
 
 @pytest.mark.parametrize("loss", [3.0, torch.tensor(1), None, torch.ones(())], ids=str)
 def test_a_block_that_does_not_begin_leaves_all(loss):
-    model, optimizer = start("O2")
+    model, optimizer = small_training.start("O2")
     backward(model, optimizer, data())
     before, state = [grad.clone() for grad in grads(optimizer)], ampatch.state_dict()
     ampatch.scale_loss(model(data()[0]).sum(), optimizer)  # never entered

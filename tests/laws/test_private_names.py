@@ -128,7 +128,9 @@ def test_private_names_of_ours_are_not_read():
     assert results == {}
 
 
-NAME = min(filter(private_names.is_private, own_names("compat") - attributes_of_torch() - OF_OTHERS.keys()))
+NAME = min(
+    filter(private_names.is_private, own_names("compat") - attributes_of_torch() - OF_OTHERS.keys())
+)
 
 
 @pytest.mark.parametrize(

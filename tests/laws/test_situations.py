@@ -10,8 +10,8 @@ from drivers import INIT_SCALE, SGD, Ampatch, ByHand, differ
 from situations import HALVES, TABLE, Situation, batches, mlp, mse
 
 TOPICS = (
-    *("calls", "amp_examples", "graphs", "hooks", "weights", "averages", "parameters", "saved"),
-    *("gradients", "optimizers", "models", "dtypes", "functions", "lookups"),
+    *("calls", "amp_examples", "graphs", "hooks", "weights", "parameters", "saved"),
+    *("gradients", "optimizers", "models", "dtypes", "lookups"),
 )
 MODULES = [importlib.import_module(f"situations_{topic}") for topic in TOPICS]
 

@@ -32,6 +32,7 @@ def load(caplog) -> tuple[loading.Status, list[str]]:
 
 
 NOT_BUILT = "not built: run 'ampatch build'"
+FAILED = "not built; it did not compile here ({failure} says more): run 'ampatch build'"
 UNUSED = {  # AMPATCH_NATIVE, a file in the cache, the reason, and whether a line is said
     "nothing was built": ("", None, NOT_BUILT, False),
     "asked for": ("1", None, NOT_BUILT, True),
@@ -43,12 +44,7 @@ UNUSED = {  # AMPATCH_NATIVE, a file in the cache, the reason, and whether a lin
         NOT_BUILT,
         False,
     ),
-    "a build that failed": (
-        "",
-        loading.failure_file,
-        "not built; it did not compile here ({failure} says more): run 'ampatch build'",
-        False,
-    ),
+    "a build that failed": ("", loading.failure_file, FAILED, False),
 }
 
 

@@ -94,11 +94,10 @@ class Unfit(nn.Linear):
 
 def fail_to_initialize(model, optimizer, other, late=False, level="O1"):
     kind = torch.optim.SGD if late else Slotted
+    optimizers = [optimizer, kind(other.parameters())]
+    settings = {"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0}
     with pytest.raises(TypeError):
-        ampatch.initialize(
-            *([model, other], [optimizer, kind(other.parameters())]),
-            **{"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0},
-        )
+        ampatch.initialize([model, other], optimizers, **settings)
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,8 @@ class Net(nn.Module):
         return self.head(torch.tanh(hidden))
 
 
-def initialize(*args):
-    ampatch.initialize(*args, opt_level="O2", dtype=BF16, verbosity=0)
-
-
-def sgd(*models):
-    weights = {id(p): p for model in models for p in model.parameters()}
-    return torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train_each(*models_and_optimizers):
@@ -172,12 +167,12 @@ def test_an_encoder_that_was_trained_first_joins_a_larger_model():
     """No casts between the two; by itself it has FP32 results."""
     encoder = Net()
     optimizer = sgd(encoder)
-    initialize(encoder, optimizer)
+    ampatch.initialize(encoder, optimizer, **O2)
     train_each((encoder, optimizer))
     larger = Net(1, encoder=encoder)
     larger.head = nn.Linear(2, 2)
     of_head = sgd(larger.head)
-    initialize(larger, of_head)
+    ampatch.initialize(larger, of_head, **O2)
     train_each((larger, optimizer), (larger, of_head))
     assert larger.seen == [BF16] * 6 and encoder(INPUTS).dtype is torch.float32
     assert optimizer.param_groups[0]["params"][0] is encoder.encoder.weight

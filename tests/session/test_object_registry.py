@@ -144,10 +144,8 @@ def test_deactivate_that_is_interrupted_leaves_what_is_open_in_force(monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(older, "close", mock.Mock(side_effect=KeyboardInterrupt))
         ampatch.deactivate()
-    assert (
-        registry.sessions == [older]
-        and registry.state.current_policy_in_forwards() is older.policy()
-    )
+    assert registry.sessions == [older]
+    assert registry.state.current_policy_in_forwards() is older.policy()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 

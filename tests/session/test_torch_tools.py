@@ -74,19 +74,12 @@ def test_tools_are_in_from_the_first_session_to_the_last(first, user):
 def test_a_tool_may_be_a_registered_function_too(user):
     """Whichever comes first, gradients are unscaled where it is called, and all are given back."""
     clip, seen = torch.nn.utils.clip_grad_norm_, []
+    settings = {"dtype": torch.bfloat16, "loss_scale": 128.0, "verbosity": 0}
     for levels in (["O0", "O1"], ["O1", "O0"]):
         pairs = [pair() for _ in levels]
         ampatch.register_float_function(torch.nn.utils, "clip_grad_norm_")
         for (model, optimizer), level in zip(pairs, levels, strict=True):
-            ampatch.initialize(
-                *(model, optimizer),
-                **{
-                    "opt_level": level,
-                    "dtype": torch.bfloat16,
-                    "loss_scale": 128.0,
-                    "verbosity": 0,
-                },
-            )
+            ampatch.initialize(model, optimizer, opt_level=level, **settings)
         for model, optimizer in pairs:
             loss = model(torch.ones(1, 2)).float().sum()
             with ampatch.scale_loss(loss, optimizer, delay_unscale=True) as scaled:
