@@ -4,7 +4,7 @@
 cast on its device type.  A region enabled inside a managed forward at O1 sets the half dtype:
 ampatch continues to cast, and torch's autocast is off.  Outside of managed forwards torch's
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
-policy again: see `CastState.set_policy_args`.  torch's own code enters regions too, to restore the
+policy again: see `CastState.policy_arguments`.  torch's own code enters regions too, to restore the
 autocast state of a forward.  The code in such a region is under the policy of that forward
 (`context_propagation`).
 

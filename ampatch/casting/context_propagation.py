@@ -48,10 +48,10 @@ _SWAPS = "_ampatch_swaps"
 _TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
 """Set if torch's autocast was enabled too: then `custom_bwd` restores torch's casts."""
 _NOT_SAVED = object()
-_NO_SWAPS: tuple[Sequence[Any], Any] = (), INHERIT
+_NO_SWAPS_OR_DTYPE: tuple[Sequence[Any], Any] = (), INHERIT
 
 
-def custom_functions(state: CastState) -> list[Patch]:
+def function_patches(state: CastState) -> list[Patch]:
     """The patches for custom autograd Functions."""
     return [
         (BackwardCFunction, "__init__", lambda original: _init_saving_policy(original, state)),
@@ -63,7 +63,7 @@ def custom_functions(state: CastState) -> list[Patch]:
     ]
 
 
-def checkpoints(state: CastState) -> list[Patch]:
+def checkpoint_patches(state: CastState) -> list[Patch]:
     """The patches for activation checkpoints."""
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
@@ -75,7 +75,7 @@ def checkpoints(state: CastState) -> list[Patch]:
     ]
 
 
-def replicas(state: CastState) -> list[Patch]:
+def replica_patches(state: CastState) -> list[Patch]:
     """The patches for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
@@ -88,7 +88,8 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        policy = state.current_policy_in_forwards() if may_cast else None  # saves two calls
+        # Where nothing is cast, `current_policy_in_forwards` is not called.
+        policy = state.current_policy_in_forwards() if may_cast else None
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_with_torch_autocast():
             setattr(self, _TORCH_CASTS_TOO, True)
@@ -104,7 +105,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
 def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
         policy = getattr(self, _POLICY, _NOT_SAVED)
-        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS)
+        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
         may_cast = state.process_policy is not None or state.has_thread_policies
         if policy is None and not (may_cast or swaps):
             return original(self, *args)
@@ -122,7 +123,7 @@ def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
             )
         finally:
             if swaps and not keeps_graph():
-                setattr(self, _SWAPS, _NO_SWAPS)
+                setattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
 
     return apply
 
@@ -166,7 +167,10 @@ def _save_thread_state(state: CastState) -> _ThreadState:
 
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
-    """Return `function` under the policy that is active now; torch's autocast is not changed."""
+    """Return a function that runs `function` under the policy that is active now.
+
+    It does not change torch's autocast.
+    """
     thread_state = _save_thread_state(state)._replace(swaps=())
     return functools.partial(
         state.run_in_call, functools.partial(thread_state.enter, state), function
@@ -176,7 +180,10 @@ def _under_current_policy(function: Callable, state: CastState) -> Callable:
 def _recomputable(
     function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
-    """Return `function` under `thread_state` (default: the present), with its own half copies."""
+    """Return a function that runs `function` under `thread_state`, with half copies of its own.
+
+    The default of `thread_state` is the thread's state now.
+    """
     enter = functools.partial((thread_state or _save_thread_state(state)).enter_recompute, state)
     return functools.partial(state.run_in_call, enter, function)
 

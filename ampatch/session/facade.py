@@ -73,7 +73,7 @@ def open_sessions() -> list[Session]:
 
 
 def scaling_or_latest_sessions() -> list[Session]:
-    """The sessions that have optimizers, newest last, or if there are none, the one opened last."""
+    """The sessions that have optimizers, newest last, or, if there are none, the newest session."""
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
@@ -87,11 +87,11 @@ def open_automatic_session(properties: Properties) -> tuple[Session, OutermostFo
     """
     session = Session(properties)
     session.scales_automatically = True
-    session.forwards = OutermostForwards(session.policies.tables_policy, registry.state)
+    session.outermost_forwards = OutermostForwards(session.policies.tables_policy, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
-    return session, session.forwards
+    return session, session.outermost_forwards
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Policies:
         model_dtype = properties.cast_model_type
         self.half_dtype = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
         self.tables_policy = Policy(
-            half_to=self.half_dtype,
+            half_rows_to=self.half_dtype,
             functions=functions,
             allow_banned=properties.allow_banned,
             devices=initial_cast_devices(),
