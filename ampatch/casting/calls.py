@@ -11,9 +11,8 @@ call after any exception: `models/own_frame` for modules, `CastState.run_in_call
 Only `with` blocks, of the user's and of torch.autocast, have no Python frame: `exit_block` exits
 them.
 
-A function's arguments are cast under the process's policy, unless its thread is inside a call that
-has set a policy of its own.  Patched functions read this state at every call, so it is plain
-attributes.
+Arguments are cast under the process's policy, unless the thread is inside a call that has set a
+policy of its own.  Patched functions read this state at every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing.  Its guards work for plain attributes, and
 for attributes that a `threading.local` subclass sets in `__init__`.  But `torch.compile` silently
 freezes a class-level default of a `threading.local` into the graph, and refuses a `ContextVar`.
@@ -114,10 +113,7 @@ def innermost(owner: object) -> Call | None:
 
 
 def current_compute_dtype() -> torch.dtype | None:
-    """The dtype in which the innermost forward computes.
-
-    None if it may compute in any dtype, or if no forward runs.
-    """
+    """The innermost forward's compute dtype; None if it has no fixed one, or if no forward runs."""
     for call in reversed(thread_calls.stack):
         if call.compute_dtype is not INHERIT:
             return call.compute_dtype
@@ -129,8 +125,8 @@ class CastState:
 
     def __init__(self) -> None:
         self.process_policy: Policy | None = None
-        # While a handle of `init` is active: the policy in O2 and O3 models.  It casts calls that mix
-        # FP32 and half, and registered functions.
+        # In O2 and O3 models while a handle of `init` is active.  It casts calls that mix FP32 and
+        # half, and registered functions.
         self.half_model_policy: Policy | None = None
         # Whether patched functions read their thread's policy (see `acquire_thread_policies`).
         self.has_thread_policies = False
@@ -168,8 +164,7 @@ class CastState:
         """
         previous = thread_calls.policy
         active = self.process_policy if previous is FOLLOWS_PROCESS else previous
-        # `disable_casts()` sets its policy even if nothing is cast now, because a session may open
-        # inside the block.
+        # `disable_casts()` sets its policy even if nothing is cast now: a session may open inside.
         for_new_sessions = policy is None and call.kind == USER_BLOCK
         is_change = policy is not active or for_new_sessions
         call.sets_policy = sets_policy and policy is not INHERIT

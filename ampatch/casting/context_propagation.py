@@ -88,7 +88,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        # Where nothing is cast, `current_policy_in_forwards` is not called.
+        # Saves the calls of `current_policy_in_forwards` where nothing is cast.
         policy = state.current_policy_in_forwards() if may_cast else None
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_with_torch_autocast():
@@ -167,10 +167,7 @@ def _save_thread_state(state: CastState) -> _ThreadState:
 
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
-    """Return a function that runs `function` under the policy that is active now.
-
-    It does not change torch's autocast.
-    """
+    """Have `function` run under the policy that is active now; torch's autocast is not changed."""
     thread_state = _save_thread_state(state)._replace(swaps=())
     return functools.partial(
         state.run_in_call, functools.partial(thread_state.enter, state), function
@@ -180,10 +177,7 @@ def _under_current_policy(function: Callable, state: CastState) -> Callable:
 def _recomputable(
     function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
-    """Return a function that runs `function` under `thread_state`, with half copies of its own.
-
-    The default of `thread_state` is the thread's state now.
-    """
+    """Have `function` run under `thread_state` (default: this thread's) with new half copies."""
     enter = functools.partial((thread_state or _save_thread_state(state)).enter_recompute, state)
     return functools.partial(state.run_in_call, enter, function)
 

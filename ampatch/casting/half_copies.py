@@ -79,8 +79,8 @@ def cast_weights(
     """Return copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
     By default, one autograd node makes all copies; it accepts sparse gradients.  With `own_nodes`,
-    each copy has its own node, and a weight may be of a subclass such as DTensor.  With `in_one_storage`,
-    for the flattened weights of an RNN (`are_flat_weights`), all copies share one storage too.
+    each copy has its own node, and a weight may be a DTensor or of another subclass.  With
+    `in_one_storage`, for an RNN's flattened weights (`are_flat_weights`), the copies share one too.
 
     Under `no_grad` there is no graph, but the copies require a gradient if their weights do.  Only
     then does `F.linear` compute the batch of a non-contiguous input as one product.  Else it copies
@@ -179,7 +179,7 @@ def _cast_weights_in_python(
 
 
 class Buckets:
-    """The `weights` of `root` (`model` or a submodule of it), in their order, as lists (buckets).
+    """The `weights` of `root` (`model` or a submodule of it), in their order, in buckets.
 
     All weights of a bucket are on one device.
     """

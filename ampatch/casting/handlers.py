@@ -1,4 +1,4 @@
-"""Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
+"""Calls that handlers see.  A handler is the `__torch_function__` of a class or a mode.
 
 A handler compares the function that it is called with to torch's functions, and looks it up in
 dicts and sets.  While `torch.nn.functional.linear` is a replacement, the handler gets the

@@ -135,10 +135,7 @@ def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> 
 
 
 def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and device type.
-
-    Read without `__torch_function__`, because the user's code does not read them here.
-    """
+    """A tensor's dtype and device type, read without a call of its `__torch_function__`."""
     if type(value) not in PLAIN_TENSOR_TYPES and has_handler(value):
         with no_torch_function():
             return value.dtype, value.device.type
@@ -192,10 +189,7 @@ def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 @functools.lru_cache(maxsize=1024)
 def _chooser_for_equation(equation: str) -> ChooseDtype:
-    """HALF for a matrix product: every operand has an index that it shares and that is summed.
-
-    Else FLOAT if any index is summed, else the widest dtype.
-    """
+    """HALF if each operand shares a summed index, FLOAT for other sums, else the widest dtype."""
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
     kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
@@ -242,9 +236,9 @@ def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `put` and `index_put` with `accumulate=True`, and `pad` with `mode="replicate"`.
+    """For functions that may add many values to an element, with `accumulate=True` or "replicate".
 
-    Many addends may be summed into one element (for `pad`: of the gradient).
+    They are `put` and `index_put`, and `pad`, which adds in its gradient.
     """
     for arg in (*args, *kwargs.values()):
         if arg is True or (type(arg) is str and arg == "replicate"):

@@ -138,9 +138,8 @@ class WeightCache:
             call.forward_copies = thread_calls.forward_copies = None
             return
         forward_copies = ForwardCopies(self, usage)
-        call.forward_copies = call.opened_forward_copies = thread_calls.forward_copies = (
-            forward_copies
-        )
+        call.opened_forward_copies = forward_copies
+        call.forward_copies = thread_calls.forward_copies = forward_copies
         if usage is None:
             return
         usage.has_own_nodes = usage.wants_own_nodes

@@ -1,4 +1,4 @@
-// The node that casts weights, FP32 in, half copies out; and their slots in modules.
+// The node that casts FP32 weights to half copies, and the slots of weights in modules.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -30,7 +30,7 @@ bool is_jit_or_fx_traced() {
       c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
 }
 
-// FP32 weights in, half copies out; a missing gradient is passed on as missing.
+// Casts FP32 weights to half copies.  A missing gradient is passed on as missing.
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // compiled autograd may trace the node
 

@@ -74,7 +74,7 @@ class Policies:
             self.tables_policy.devices |= devices
 
     def cast_on_accelerators(self) -> None:
-        """Cast on all accelerators, and on the devices of later `cast_on`.  For no models."""
+        """Cast on accelerators and on devices of later `cast_on`.  For sessions without models."""
         self.tables_policy.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 

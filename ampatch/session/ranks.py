@@ -1,4 +1,4 @@
-"""Ranks under DDP must have the same settings and loss scales: DDP averages only gradients."""
+"""DDP averages only gradients, so its ranks must have the same settings and loss scales."""
 
 from __future__ import annotations
 

@@ -244,20 +244,15 @@ class Registry(Generic[SessionT]):
         return outside_backward(policy)
 
     def _overridden_functions(self) -> dict[Any, bool]:
-        """By overridden function: whether it runs in FP32 internally.
-
-        It does if a session without cast tables (O2, O3) overrides it.
-        """
-        overridden_functions: dict[Any, bool] = {}
+        """The new value of `Installation.overridden_functions`."""
+        runs_in_fp32: dict[Any, bool] = {}
         for session in self.sessions:
             has_no_tables = not session.properties.patch_torch_functions
             for function in (
                 session.policies.tables_policy.functions if session.properties.enabled else ()
             ):
-                overridden_functions[function] = (
-                    overridden_functions.get(function, False) or has_no_tables
-                )
-        return overridden_functions
+                runs_in_fp32[function] = runs_in_fp32.get(function, False) or has_no_tables
+        return runs_in_fp32
 
     # The user's own functions, and edits of apex's op tables
 

@@ -182,8 +182,8 @@ class TorchTools:
         `by_norm`: whether one norm of all of them clips them.
         """
         param_ids = {id(tensor) for tensor in tensors}
-        all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [g for g in all_gradients if unscale_before_clipping(g, param_ids)]
+        members = [optimizer.gradients for optimizer in self._registry.optimizers()]
+        clipped = [member for member in members if unscale_before_clipping(member, param_ids)]
         if by_norm:
             skip_together(clipped)
 

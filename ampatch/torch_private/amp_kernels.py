@@ -8,15 +8,13 @@ from torch import Tensor
 from .torch_attributes import torch_attribute
 
 
-def _check_and_unscale_each(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+def _unscale_each(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     for grad in grads:
         found_inf.logical_or_(~torch.isfinite(grad).all())
         grad.mul_(inverse)
 
 
-_check_and_unscale_all = torch_attribute(
-    "torch._amp_foreach_non_finite_check_and_unscale_", _check_and_unscale_each
-)
+_unscale_all = torch_attribute("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -27,10 +25,10 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
     if not found_inf.is_cpu:
         bfloat16_grads = [grad for grad in grads if grad.dtype is torch.bfloat16]
         if bfloat16_grads:
-            _check_and_unscale_each(bfloat16_grads, found_inf, inverse)
+            _unscale_each(bfloat16_grads, found_inf, inverse)
             grads = [grad for grad in grads if grad.dtype is not torch.bfloat16]
     if grads:
-        _check_and_unscale_all(grads, found_inf, inverse)
+        _unscale_all(grads, found_inf, inverse)
 
 
 update_scale_ = torch_attribute("torch._amp_update_scale_", None)
