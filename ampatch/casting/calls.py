@@ -125,8 +125,7 @@ class CastState:
 
     def __init__(self) -> None:
         self.process_policy: Policy | None = None
-        # In O2 and O3 models while a handle of `init` is active.  It casts calls that mix FP32 and
-        # half, and registered functions.
+        # In O2 and O3 models under `init`: it casts calls of mixed dtypes and registered functions.
         self.half_model_policy: Policy | None = None
         # Whether patched functions read their thread's policy (see `acquire_thread_policies`).
         self.has_thread_policies = False

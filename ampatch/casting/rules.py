@@ -236,10 +236,7 @@ def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.
 
 
 def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For functions that may add many values to an element, with `accumulate=True` or "replicate".
-
-    They are `put` and `index_put`, and `pad`, which adds in its gradient.
-    """
+    """For `put`, `index_put` and the gradient of `pad`, where an element may get many addends."""
     for arg in (*args, *kwargs.values()):
         if arg is True or (type(arg) is str and arg == "replicate"):
             return _float_on_cpu(args, kwargs, policy)

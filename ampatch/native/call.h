@@ -150,10 +150,8 @@ class Caster {
         if (cache.get() != cache_) forward_copies_ = Py_NewRef(Py_None);
       }
     }
-    PyObject* half_copy = nullptr;
-    if (forward_copies_.get() != Py_None && !tensor.is_inference()) {
-      half_copy = copy_in_forward(weight, tensor);
-    }
+    const bool may_have_copy = forward_copies_.get() != Py_None && !tensor.is_inference();
+    PyObject* half_copy = may_have_copy ? copy_in_forward(weight, tensor) : nullptr;
     if (half_copy != nullptr) return half_copy;
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }

@@ -37,8 +37,8 @@ class ObjectRegistry(Generic[SessionT]):
         entries = self._entries
 
         def collected(counterpart: weakref.ref) -> None:
-            entry = entries.get(key)
-            if entry is not None and entry[1] is counterpart:
+            _, current = entries.get(key, (None, None))
+            if current is counterpart:
                 del entries[key]
 
         ref = weakref.ref(managed, collected)
@@ -47,8 +47,8 @@ class ObjectRegistry(Generic[SessionT]):
 
     def remove(self, key: int, session: SessionT) -> None:
         """Remove the entry of an object (its id), unless another session than `session` has it."""
-        entry = self._entries.get(key)
-        if entry is not None and entry[0] is session:
+        owner, _ = self._entries.get(key, (None, None))
+        if owner is session:
             del self._entries[key]
 
     def find(self, obj: Any) -> tuple[SessionT, Any] | None:
@@ -59,10 +59,11 @@ class ObjectRegistry(Generic[SessionT]):
         entry = self._entries.get(id(obj))
         if entry is None:
             return None
-        managed = entry[1]()
-        if managed is None:  # collected: `collected` is about to remove the entry
+        session, counterpart = entry
+        managed = counterpart()
+        if managed is None:  # garbage-collected: `collected` is about to remove the entry
             return None
-        return entry[0], None if managed is obj else managed
+        return session, None if managed is obj else managed
 
     def find_optimizer(self, optimizer: Any) -> tuple[SessionT, Any] | None:
         """Like `find`, but for an optimizer or a framework's object that wraps one."""
@@ -92,13 +93,13 @@ class ObjectRegistry(Generic[SessionT]):
 
     def session_of(self, obj: Any) -> SessionT | None:
         """The session that an object is in, or None."""
-        entry = self.find(obj)
-        return None if entry is None else entry[0]
+        session, _ = self.find(obj) or (None, None)
+        return session
 
     def managed(self, obj: Any) -> Any:
         """The managed counterpart of an object, or None."""
-        entry = self.find(obj)
-        return None if entry is None else entry[1]
+        _, managed = self.find(obj) or (None, None)
+        return managed
 
 
 def live_counterparts(*entries: ManagedRefs[Managed]) -> list[Managed]:

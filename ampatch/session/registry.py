@@ -135,13 +135,13 @@ class Registry(Generic[SessionT]):
         """
         if obj is None:
             return self.newest(user_call)
-        entry = self.objects.find(obj) or self.objects.find_optimizer(obj)
-        if entry is None:
+        session, _ = self.objects.find(obj) or self.objects.find_optimizer(obj) or (None, None)
+        if session is None:
             raise AmpatchError(
                 f"{user_call}: no session has this {type(obj).__name__}. Pass a model or an "
                 "optimizer that was passed to ampatch.initialize, add_models or add_optimizers."
             )
-        return entry[0]
+        return session
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
