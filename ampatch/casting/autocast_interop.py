@@ -1,6 +1,6 @@
 """torch.autocast beside ampatch: its regions, its switch, and queries of its state.
 
-*A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region nothing is
+*A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region, nothing is
 cast on its device type.  A region enabled inside a managed forward at O1 sets the half dtype:
 ampatch continues to cast, and torch's autocast is off.  Outside of managed forwards, torch's
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
@@ -14,7 +14,7 @@ ampatch's casts unchanged; a warning names the remedy.
 *`torch.is_autocast_enabled` and `get_autocast_dtype`* return True and the policy's half dtype if
 calls on the device are cast, because libraries call them to behave as under autocast, and so does
 `custom_fwd`.  torch's other modules get torch's values, because they save the state to restore it,
-guard on it or choose kernels by it.
+guard on it, or choose kernels with it.
 
 So the caller's Python frame decides one question: *does torch's own code read the state, or set
 it?*  Only the switch and the queries look at the frame.  Three other ways were tried:

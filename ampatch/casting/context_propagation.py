@@ -2,7 +2,7 @@
 
 *Custom autograd Functions*: each call makes a context (`ctx`), which keeps the policy for its
 backward.  The backward pass may run in another thread, after the forward's `with` block has ended,
-or after another session has opened with other rules.  At O2 the context also keeps the half copies
+or after another session has opened with other rules.  At O2, the context also keeps the half copies
 of the forward.  Code that calls modules again in the backward pass (reversible networks, adjoint
 solvers) computes with these copies, and may ask for their gradients.  The context drops the copies
 when autograd frees the graph's buffers.

@@ -157,7 +157,7 @@ def _trace_regions(
 ) -> None:
     """Have Dynamo trace `CastState.enter_region` and `exit_region` with regions of torch.autocast.
 
-    Dynamo represents a region by a variable class, whose `enter` and `exit` are replaced.
+    Dynamo represents a region as a variable class, whose `enter` and `exit` are replaced.
     """
     variable = getattr(contexts, "AutocastModeVariable", None)
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):

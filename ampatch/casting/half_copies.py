@@ -271,8 +271,8 @@ def are_partly_wanted(weights: Iterable[Tensor], wanted: Collection[int]) -> boo
 def ids_under_backward_hooks(root: nn.Module) -> set[int]:
     """Ids of the weights of modules that have backward hooks, and of their submodules.
 
-    Such a hook runs when the gradients of its module are complete.  With a shared node it would run
-    later: when the gradients of the whole bucket are complete.
+    Such a hook runs when the gradients of its module are complete.  With a shared node, it would
+    run later, when the gradients of the whole bucket are complete.
     """
     hooks_all = any(GLOBAL_BACKWARD_HOOK_DICTS)
     return {

@@ -135,7 +135,7 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 def refill_override_caches(patches: PatchSet) -> None:
-    """Replace torch's caches of overridable functions by empty ones until `patches.undo`.
+    """Replace torch's caches of overridable functions with empty ones until `patches.undo`.
 
     torch fills each cache once.  A cache from before the patches lacks the replacements.  A cache
     that torch fills while the patches are installed would keep the replacements forever.

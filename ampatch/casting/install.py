@@ -103,7 +103,7 @@ class Installation:
     ) -> dict[Any, ChooseDtype]:
         """The rules of functions that only apex's tables have, for `Policy.functions`.
 
-        `edits`: `(where, name, rule)` that replace rules of rows; a rule None means no cast.
+        `edits`: `(where, name, rule)` that replace rules of rows; None as the rule means no cast.
         """
         rules: dict[tuple[str, str], ChooseDtype] = {}
         for row in APEX:

@@ -119,7 +119,7 @@ class Replacements:
         return self._by_original.get(id(original))
 
     def replace(self, owner: Any, name: str, make: MakeReplacement, shared: bool = False) -> None:
-        """Replace `owner.name` by `make(original)`.
+        """Replace `owner.name` with `make(original)`.
 
         `shared`: a function with a replacement under another name gets the same replacement.
         """
@@ -159,7 +159,7 @@ class Replacements:
 
 
 def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) -> None:
-    """Name a replacement after its place: pickle stores functions by this name."""
+    """Name a replacement after its place, because pickle stores functions by this name."""
     if inspect.isfunction(original):  # not builtins: TorchScript reads the source of `__wrapped__`
         functools.update_wrapper(replacement, original)
         return

@@ -204,7 +204,7 @@ def _chooser_for_equation(equation: str) -> ChooseDtype:
 def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """For `matrix_power(A, n)`: half for n > 1.
 
-    A negative n needs an inverse, which has no half kernel.  For 0 and 1 nothing is multiplied.
+    A negative n needs an inverse, which has no half kernel.  For 0 and 1, nothing is multiplied.
     """
     n = args[1] if len(args) > 1 else kwargs.get("n", 1)
     return None if n in (0, 1) else policy.half_rows_to if n > 1 else torch.float32

@@ -200,7 +200,7 @@ _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compu
 
 
 def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
-    """Patches of functions of torch's modules that check dtypes or autocast by themselves."""
+    """Patches of functions of torch's modules that check dtypes or autocast themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
         (

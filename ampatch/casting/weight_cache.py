@@ -1,7 +1,7 @@
 """Half copies of FP32 weights, fresh for every outermost forward.
 
 A weight that several calls use within a forward is cast once: as the forward begins, if the last
-forward used it (`WeightUsage`), else at its first use, by itself.  The copies belong to that
+forward used it (`WeightUsage`), else at its first use, alone.  The copies belong to that
 forward and its graph.  No code writes into them.  No later forward uses them, because a `.data`
 write (an EMA swap) and fused optimizers change weights without bumping `_version`.  The calls of a
 thread hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their
@@ -85,7 +85,7 @@ class WeightUsage:
 
 
 class ForwardCopies:
-    """The half copies of one forward, by grad mode and `requires_grad`.
+    """The half copies of one forward, in a dict for each grad mode and `requires_grad`.
 
     * `in_graph`: copies with an autograd node that leads back to their weights.
     * `frozen`: copies of weights that require no gradient.
@@ -286,7 +286,7 @@ def cast_at_each_use(weight: Tensor) -> None:
 
 
 def drop_copies() -> None:
-    """Drop this thread's copies.  Called after optimizer steps, which may not bump versions."""
+    """Drop this thread's copies.  Called after optimizer steps: not all bump versions."""
     forward_copies = thread_calls.forward_copies
     while forward_copies is not None:
         forward_copies.in_graph, forward_copies.frozen, forward_copies.under_no_grad = {}, {}, {}

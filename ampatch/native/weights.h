@@ -76,7 +76,7 @@ void set_cast_node(variable_list half_copies, const variable_list& weights) {
   torch::autograd::set_history(half_copies, node);
 }
 
-// Half copies of weights, made by one node for all weights, or with `own_nodes` by one node for each.
+// Half copies of weights, made by one node for all weights, or, with `own_nodes`, by one for each.
 // Each node gets a high sequence number, so it runs as soon as it is ready.  If this torch holds
 // nodes by intrusive_ptr, the node is built here: Function::apply would also record output sizes, to
 // materialize missing gradients.  `Target` and `Node` are template parameters so that the first

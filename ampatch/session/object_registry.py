@@ -12,17 +12,17 @@ Managed = TypeVar("Managed")
 ManagedRefs = dict[int, "weakref.ref[Managed]"]
 """Weak references to the managed counterparts, by the id of the user's object.
 
-In a disabled session the counterpart is the object itself.
+In a disabled session, the counterpart is the object itself.
 """
 
 
 class ObjectRegistry(Generic[SessionT]):
     """The session and the managed counterpart of each object that was passed to `initialize`.
 
-    The object (by its hooks or methods) and its counterpart refer to each other.  The registry has
+    The object (in its hooks or methods) and its counterpart refer to each other.  The registry has
     a weak reference to the counterpart: when the user's code drops the object, both are collected,
-    and the entry is removed.  In a disabled session an object is its own counterpart.  An object is
-    in one session at a time, the one that called `put` last.
+    and the entry is removed.  In a disabled session, an object is its own counterpart.  An object
+    is in one session at a time, the one that called `put` last.
     """
 
     def __init__(self) -> None:

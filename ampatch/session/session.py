@@ -288,7 +288,7 @@ class Session:
         }
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """From now on cast calls in the model's forward that get both FP32 and half tensors."""
+        """From now on, cast calls in the model's forward that get both FP32 and half tensors."""
         if managed.policy is None:
             managed.policy = self.policies.mixed_dtypes_policy
             self.policies.cast_on({param.device.type for param in managed.model.parameters()})
@@ -326,7 +326,7 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager of `scale_loss`.  At a static scale of 1 it yields the loss."""
+        """The context manager of `scale_loss`.  At a static scale of 1, it yields the loss."""
         scaler = self.scalers[loss_id]
         observers = registry.observers
         for entry in list(self.model_entries.values()):

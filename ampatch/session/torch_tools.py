@@ -1,6 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they need of the sessions.
 
-They are replaced at every level.  In disabled sessions the replacements call the originals.
+They are replaced at every level.  In disabled sessions, the replacements call the originals.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
 """The methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
 
 APPLY = "_apply"
-"""The method that `.to`, `.half` and `.cuda` call.  Without it conversions are not noticed."""
+"""The method that `.to`, `.half` and `.cuda` call.  Without it, conversions are not noticed."""
 
 PARAMETERS = "_parameters"
 """The attribute of a module with the dict of its parameters."""

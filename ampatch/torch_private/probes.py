@@ -73,7 +73,7 @@ def is_traced_or_transformed() -> bool:
     )
 
 
-_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without
+_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without it
 
 
 def is_distributed() -> bool:
