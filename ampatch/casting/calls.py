@@ -230,13 +230,9 @@ class CastState:
                 inner.traced_swap.swap_out()
             if inner.autocast_off:
                 enable_torch_autocast(inner.autocast_off)
-            if len(stack) > 1:
-                thread_calls.policy, thread_calls.forward_copies = (
-                    stack[-2].policy,
-                    stack[-2].forward_copies,
-                )
-            else:
-                thread_calls.policy, thread_calls.forward_copies = FOLLOWS_PROCESS, None
+            outer = stack[-2] if len(stack) > 1 else None
+            thread_calls.policy = FOLLOWS_PROCESS if outer is None else outer.policy
+            thread_calls.forward_copies = None if outer is None else outer.forward_copies
             if inner.acquired_state is not None:
                 self.release_thread_policies(inner)
             del stack[-1]

@@ -88,8 +88,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        # Saves the calls of `current_policy_in_forwards` where nothing is cast.
-        policy = state.current_policy_in_forwards() if may_cast else None
+        policy = state.current_policy_in_forwards() if may_cast else None  # the `if` is for speed
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_with_torch_autocast():
             setattr(self, _TORCH_CASTS_TOO, True)

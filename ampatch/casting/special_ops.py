@@ -153,16 +153,14 @@ def with_fp32_kernels(
     def choose_without_kernel(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         return None if has_kernel(args, kwargs, policy) else choose(args, kwargs, policy)
 
-    def call_with_kernel(
-        policy: Policy | None, function: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
+    def call_kernel(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         if policy is not None and has_kernel(args, kwargs, policy):
             return compute(function, *args, **kwargs)
         if call_original is None:
             return function(*args, **kwargs)
         return call_original(policy, function, *args, **kwargs)
 
-    return choose_without_kernel, call_with_kernel
+    return choose_without_kernel, call_kernel
 
 
 def _takes_dtype_argument(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:

@@ -46,7 +46,7 @@ class LastUse(NamedTuple):
 
 
 class WeightUsage:
-    """Which weights' copies in `dtype` the model's last forward used, in order of use.
+    """The weights whose copies in `dtype` the model's last forward used, in order of use.
 
     The next forward casts them in advance.  A weight whose dtype or device has changed since then
     is cast too, but its copy is not used.
