@@ -142,7 +142,7 @@ class ManagedModel:
             self._session.promote_mixed_dtypes(self)
 
     def restore_fp32_weights(self, shared: Collection[int]) -> set[int]:
-        """Change these weights (ids) back to FP32: another model is to make half copies of them.
+        """Change these weights (ids) back to FP32: an O2 model that shares them makes half copies.
 
         Returns the ids of the weights that were changed.
         """
