@@ -15,7 +15,7 @@ from ..errors import AmpatchError, type_name
 from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import PlainBackward
+from ..scaling.scale_loss_block import PlainBlock
 from ..scaling.scaler_entries import load_entries
 from ..scaling.steps import StepCounts
 from ..session.object_registry import live_counterparts
@@ -92,8 +92,8 @@ def scale_loss(
     if loss_id != 0 or isinstance(loss_id, bool):
         _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
-        return PlainBackward(loss)
-    return session.scaled_backward(loss, listed, loss_id, delay_unscale, delay_overflow_check)
+        return PlainBlock(loss)
+    return session.scale_loss_block(loss, listed, loss_id, delay_unscale, delay_overflow_check)
 
 
 def _with_dynamic_scale(first: Session, second: Session) -> Session:

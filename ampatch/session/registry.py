@@ -167,8 +167,8 @@ class Registry(Generic[Session]):
         """Whether forwards of a managed model have a half copy of this weight."""
         return any(managed.has_half_copy(parameter) for managed in self.models())
 
-    def restore_shared(self, model: nn.Module) -> None:
-        """Make the model's weights FP32 again that another model at O3 has made half.
+    def restore_fp32_weights(self, model: nn.Module) -> None:
+        """Make FP32 again those of the model's weights that another model, at O3, has made half.
 
         To be called before O2 manages the model.
         """
@@ -176,7 +176,7 @@ class Registry(Generic[Session]):
         restored: set[int] = set()
         for managed in self.models():
             if managed.conversions.entries:
-                restored |= managed.restore_shared(param_ids)
+                restored |= managed.restore_fp32_weights(param_ids)
         for optimizer in self.optimizers() if restored else ():
             fit_state(optimizer.optimizer, restored)
 
