@@ -213,9 +213,8 @@ class HalfCopySwapper:
         self._weight_slots: dict[int, WeightSlots] = {}
         self.wants_own_nodes = False  # the next forward makes one node per weight
         self.has_own_nodes = False  # the last forward made one node per weight
-        self._weight_ids: set[int] = (
-            set()
-        )  # ids of the model's weights, from its latest `WeightSlots`
+        # Ids of the model's weights, from the newest `WeightSlots` of the model.
+        self._weight_ids: set[int] = set()
         self.write_back = CopyWriteBack(model)
         self.swaps: list[Swap] = []  # the running swaps, the innermost last
         # {"thread": ident of the thread that owns the slots}, or {} if no forward runs.  It is a
@@ -242,9 +241,9 @@ class HalfCopySwapper:
 
     def weight_slots_of(self, root: nn.Module) -> WeightSlots:
         """The `WeightSlots` of the model or of a submodule, valid now."""
-        latest = self._weight_slots.get(id(root))
-        if latest is not None and latest.is_valid():
-            return latest
+        newest = self._weight_slots.get(id(root))
+        if newest is not None and newest.is_valid():
+            return newest
         self._excluded_ids = sharded_parameters(self.model)
         weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
         # While a swap runs, slots may hold half copies of another model: do not keep the list.

@@ -449,7 +449,7 @@ class ManagedModel:
         self._has_warned_of_lost_frame = True
         logger.warning(
             "%s.forward was replaced or deleted after ampatch.initialize, and the one it has now "
-            "does not call the earlier one: the model is not cast any more. Replace it, or take "
+            "does not call the earlier one: the model is no longer cast. Replace it, or take "
             "the hooks of a library out, before initialize; or call the earlier model.forward.",
             type(self.model).__name__,
         )

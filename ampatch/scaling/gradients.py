@@ -319,8 +319,8 @@ class OptimizerGradients:
         """Check gradients again if their check may no longer hold.
 
         A check no longer holds after a step without `zero_grad`, because an inf may be left in the
-        gradients.  With several processes it may not hold either: the script may have averaged
-        another rank's inf into them.  Returns found_inf, or None if nothing was checked.
+        gradients.  With several processes, the script may also have averaged another rank's
+        inf into them.  Returns found_inf, or None if nothing was checked.
         """
         earlier = self.check
         if earlier is None or self.block is not None or self.applied_scale is not None:

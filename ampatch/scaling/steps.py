@@ -225,7 +225,7 @@ class StepReports:
         more = f" and {len(bad) - _MAX_NAMES_SHOWN} more" if len(bad) > _MAX_NAMES_SHOWN else ""
         return (
             ", ".join(bad[:_MAX_NAMES_SHOWN]) + more
-        ) or "none on this rank any more (they were zeroed, or are on another rank)"
+        ) or "none on this rank now (they were zeroed, or are on another rank)"
 
     def _warn_without_block(self) -> None:
         """Warn once about a step without `scale_loss` under a dynamic scale.
@@ -255,7 +255,7 @@ class StepReports:
                 logger.warning(
                     "%s: %s, of shape %s, was FP32 and is %s now: the script replaced its .data "
                     "(some losses cast their weight to the dtype of their inputs). The weight "
-                    "has no FP32 master weight any more, so small updates are lost. Give that "
+                    "no longer has an FP32 master weight, so small updates are lost. Give that "
                     "code FP32 inputs (embeddings.float()), or let it compute with "
                     "weight.to(x.dtype).",
                     self._name,
