@@ -56,7 +56,7 @@ def scale_loss(
         optimizers: the optimizer whose parameters the loss reaches, or a list or tuple of them.
             Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
             (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If optimizers
-            come from several calls of `initialize`, the last dynamic loss scale among theirs is used.
+            come from several calls of `initialize`, the last of their dynamic scales is used.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
@@ -200,8 +200,8 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.checks_for_overflow() for other in others):
         logger.warning(
-            "%s: it covers only the newest session that has an optimizer; other sessions have their "
-            "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
+            "%s: it covers only the newest session that has an optimizer; other sessions have "
+            "their own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
             user_call,
             extra=ONCE,
         )
