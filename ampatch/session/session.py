@@ -342,6 +342,8 @@ class Session:
         block: AbstractContextManager[Tensor]
         if scaler.is_one:
             block = PlainBlock(loss)
+            for optimizer in optimizers:
+                optimizer.gradients.report_scaled_by_other_block()
         else:
             self.last_loss = weakref.ref(loss)
             optimizers, others = self._with_optimizers_sharing_params(optimizers)

@@ -26,18 +26,13 @@ def encoder() -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer(), 2)
 
 
-class SelfAttention(nn.MultiheadAttention):
-    """Takes one input; the other arguments are those of MultiheadAttention."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 2, batch_first=True)
-
-    def forward(self, x, **kwargs):
-        return super().forward(x, x, x, **kwargs)
+def attention() -> nn.Module:
+    inner = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Made(lambda self, x, **kwargs: self.inner(x, x, x, **kwargs), inner=inner)
 
 
 MODELS = {  # module, further arguments
-    "attention": (SelfAttention, {"need_weights": False}),
+    "attention": (attention, {"need_weights": False}),
     "layer": (layer, {}),
     "encoder": (encoder, {}),
     "padded encoder": (encoder, {"src_key_padding_mask": PADDING}),
@@ -111,36 +106,3 @@ def test_half_models_take_the_kernels_as_pytorch_does(name, level, half):
     output, ours = evaluated(model, x, **kwargs)
     assert ours & FUSED == kernels & FUSED != set()
     assert torch.equal(output, expected.to(output.dtype))
-
-
-@pytest.fixture
-def fresh_compiler():
-    """Dynamo looks functions of torch up by identity; as if nothing had been compiled before."""
-    rules = torch._dynamo.trace_rules
-    rules.clear_lru_cache()
-    torch._dynamo.reset()
-    yield
-    rules.clear_lru_cache()
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("flag", ["there", "gone"])
-def test_compiled_with_and_without_casting(flag, fresh_compiler, monkeypatch):
-    """The module's first compilation comes after `initialize`; fullgraph raises if it breaks.
-
-    Compiled code has the single calls, so it is compared with these.
-    """
-    model, x, _ = model_and_input("layer")
-    plain, _ = evaluated(model.eval(), x)
-    ampatch.initialize(model, dtype=torch.bfloat16, verbosity=0)
-    torch.backends.mha.set_fastpath_enabled(False)
-    in_half, _ = evaluated(model, x)
-    torch.backends.mha.set_fastpath_enabled(True)
-    if flag == "gone":  # another torch may not have it
-        monkeypatch.delattr(torch.backends.mha, "_is_fastpath_enabled")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), in_half)
-        with ampatch.disable_casts():
-            torch.testing.assert_close(compiled(x), plain, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(in_half, plain)

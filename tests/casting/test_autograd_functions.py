@@ -88,17 +88,6 @@ def test_forward_and_backward(leaves, registered):
         assert not registered or dict(vars(Product)) == plain
 
 
-def test_half_function_and_a_second_derivative(leaves):
-    """The casts are in the graph, so that what is saved for the backward pass is too."""
-    Product, _, _ = functions()
-    ampatch.half_function(Product)
-    o1()
-    x, w = leaves
-    (first,) = torch.autograd.grad(Product.apply(x, w).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), w)
-    assert torch.equal(second, torch.full((3, 3), 3.0))
-
-
 def test_float_function_and_a_second_derivative():
     """`setup_context` gets the casts, too."""
     _, Cube, _ = functions()

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from engine import PROCESS_POLICY, STATE, thread_calls
-from small_training import in_threads
+from small_training import Made, in_threads
 from torch import nn
 
 import ampatch
@@ -24,10 +24,6 @@ def o1():
 def now() -> torch.dtype:
     """What a half function computes in now."""
     return torch.mm(X, X).dtype
-
-
-def frames() -> list:
-    return thread_calls.stack
 
 
 def rows():
@@ -64,7 +60,7 @@ def test_what_runs_after_it_has_returned_is_not_decorated(function, block, writt
         f"returns before it runs. Write `with {written}:` inside the function, around the calls; "
         "no `yield` or `await` belongs inside the block."
     )
-    assert now() is H and not frames()
+    assert now() is H and not thread_calls.stack
 
 
 def suspended(block):
@@ -83,8 +79,8 @@ def test_a_block_ends_with_what_was_entered_in_it(order):
     for count, index in enumerate(order):
         with contextlib.suppress(StopIteration):
             next(steps[index])
-        assert len(frames()) == min(order[: count + 1])
-    assert now() is H and not frames()
+        assert len(thread_calls.stack) == min(order[: count + 1])
+    assert now() is H and not thread_calls.stack
 
 
 @pytest.mark.parametrize("around", [ampatch.disable_casts, lambda: torch.autocast("cpu", H)])
@@ -92,25 +88,25 @@ def test_a_block_whose_exit_was_struck_by_ctrl_c_ends_with_what_is_around(around
     with around():
         ampatch.disable_casts().__enter__()
         assert now() is FP32
-    assert now() is H and not frames()
+    assert now() is H and not thread_calls.stack
 
     def struck(module, x):
         with around():
             ampatch.disable_casts().__enter__()
             raise KeyboardInterrupt
 
-    model = ampatch.initialize(Parts(struck), dtype=H, verbosity=0)
+    model = ampatch.initialize(model_of(struck), dtype=H, verbosity=0)
     with pytest.raises(KeyboardInterrupt):
         model(X)
-    model.run = parts
-    assert model(X) == (H, H) and not frames()
+    model.does = parts
+    assert model(X) == (H, H) and not thread_calls.stack
 
 
 def test_a_block_left_in_another_thread_ends_nothing_there():
     step = suspended(ampatch.disable_casts)
     next(step)
     assert in_threads(lambda: (next(step, None), now())) == [(None, H)] and now() is FP32
-    STATE.exit(frames()[-1])  # no other code can
+    STATE.exit(thread_calls.stack[-1])  # no other code can
     assert now() is H
 
 
@@ -119,14 +115,10 @@ def parts(module, x):
     return module.layer(x).dtype, torch.mm(x, x).dtype
 
 
-class Parts(nn.Module):
-    def __init__(self, run=parts):
-        super().__init__()
-        self.layer, self.run = nn.Linear(4, 4), run
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x):
-        return self.run(self, x)
+def model_of(does=parts):
+    model = Made(does, layer=nn.Linear(4, 4))
+    model.register_buffer("shift", torch.ones(4))
+    return model
 
 
 @pytest.mark.parametrize("scope", ["process", "model"])
@@ -135,7 +127,7 @@ def test_casts_that_were_disabled_before_initialize_stay_disabled(scope, how):
     ampatch.deactivate()
 
     def train():
-        model = ampatch.initialize(Parts(), dtype=H, patch_scope=scope, verbosity=0)
+        model = ampatch.initialize(model_of(), dtype=H, patch_scope=scope, verbosity=0)
         return (*model(X), now())
 
     block = ampatch.disable_casts()
@@ -146,25 +138,29 @@ def test_casts_that_were_disabled_before_initialize_stay_disabled(scope, how):
         else:
             with block:
                 dtypes = train()
-    assert dtypes == (FP32,) * 3 and now() is (H if scope == "process" else FP32) and not frames()
+    assert (
+        dtypes == (FP32,) * 3
+        and now() is (H if scope == "process" else FP32)
+        and not thread_calls.stack
+    )
 
 
 def test_a_block_of_precision_from_before_a_session_says_nothing_in_it():
     ampatch.deactivate()
     with ampatch.precision("float"):
-        model = ampatch.initialize(Parts(), dtype=H, verbosity=0)
+        model = ampatch.initialize(model_of(), dtype=H, verbosity=0)
         assert model(X) == (H, H) and now() is FP32
         with torch.autocast("cpu", enabled=False):
             assert model(X) == (H, H)
         with ampatch.disable_casts(), ampatch.precision("half"):
             assert model(X) == (FP32, FP32)
-    assert model(X) == (H, H) and not frames()
+    assert model(X) == (H, H) and not thread_calls.stack
 
 
 def test_precision_beside_a_session_that_casts_nothing_changes_nothing():
     """An O2 forward gets along with an FP32 buffer, in such a block too."""
     ampatch.deactivate()
-    model = Parts(lambda module, x: (module.layer(x) @ module.shift).dtype)
+    model = model_of(lambda module, x: (module.layer(x) @ module.shift).dtype)
     ampatch.initialize(model, opt_level="O2", dtype=H, verbosity=0, overrides={})
     expected = model(X)
     with ampatch.precision("float"):
@@ -193,8 +189,8 @@ def test_each_forward_keeps_its_own_policy_to_its_end(level, dtype):
         if len(seen) < 2:
             model(x)
 
-    model, inner = Parts(calls), Parts(again)
+    model, inner = model_of(calls), model_of(again)
     ampatch.initialize(inner, opt_level="O1" if level == "O0" else "O0", dtype=H, verbosity=0)
     ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
     assert model(X) is dtype and seen == [dtype] * 4
-    assert not frames()
+    assert not thread_calls.stack

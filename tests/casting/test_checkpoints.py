@@ -5,18 +5,14 @@ What training with them gives is in `tests/laws/situations_graphs.py`.
 
 import contextlib
 import functools
-import inspect
 
 import pytest
 import torch
-from engine import STATE
 from small_training import in_threads, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch
-from ampatch.casting import context_propagation
-from ampatch.torch_private import checkpoints
 
 H, FP32 = torch.bfloat16, torch.float32
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -102,31 +98,9 @@ def test_under_an_override_and_beside_a_model_at_another_level(way):
     assert same(gradients("O0", WAYS[way]), alone)
 
 
-def test_a_selective_checkpoint_may_keep_the_casts():
-    """Both passes make the same ones, whatever the forward around them has cast before."""
-    kinds = torch.utils.checkpoint.CheckpointPolicy
-
-    def policy(ctx, op, *args, **kwargs):
-        is_cast = op is torch.ops.aten._to_copy.default
-        return kinds.MUST_SAVE if is_cast else kinds.PREFER_RECOMPUTE
-
-    select = torch.utils.checkpoint.create_selective_checkpoint_contexts
-    contexts = functools.partial(select, policy)
-    model = Net(lambda parts, x: checkpoint(parts, x, use_reentrant=False, context_fn=contexts))
-    ampatch.initialize(model, opt_level="O1", dtype=H, verbosity=0)
-    gradients = []
-    for _ in range(2):  # the second begins with the weights that the first has cast
-        model.zero_grad()
-        torch.manual_seed(2)
-        model(X.clone().requires_grad_()).float().square().mean().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert same(gradients[1], gradients[0])
-
-
 def test_a_held_checkpoint_stays_in_one_graph():
     model = ampatch.initialize(Net(WAYS["not reentrant"]), opt_level="O1", dtype=H, verbosity=0)
-    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
-    assert compiled(X).dtype is H
+    assert torch.compile(model.forward, backend="eager", fullgraph=True)(X).dtype is H
 
 
 # The user's own contexts: `checkpoint(..., context_fn=...)`
@@ -179,64 +153,22 @@ def test_a_context_that_cannot_be_entered_leaves_no_policy_behind():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_model_in_a_checkpoint_is_recomputed_under_the_users_setting(reentrant):
-    """Also with a disabled region between: it holds as the block does."""
-    model = ampatch.initialize(nn.Linear(8, 8), opt_level="O1", dtype=H, verbosity=0)
-    seen, x = [], X.clone().requires_grad_()
+@pytest.mark.parametrize("region, dtype", [(None, H), (False, FP32), (True, H)])
+def test_a_recompute_has_the_users_setting_of_its_forward(region, dtype, reentrant):
+    """A region in a block, or neither: around a model, in it, and around a call beside models."""
+    again, layer, seen = HELD[reentrant], nn.Linear(8, 8), []
+    model = Net(lambda parts, x: again(run, parts[0].layer, x))
+    ampatch.initialize([model, layer], opt_level="O1", dtype=H, patch_scope="process", verbosity=0)
 
-    def run(x):
-        seen.append((y := model(x)).dtype)
-        return y
+    def run(call, x):
+        seen.append(call(x).dtype)
+        return call(x)
 
-    with ampatch.disable_casts(), torch.autocast("cpu", enabled=False):
-        loss = checkpoint(run, x, use_reentrant=reentrant).sum()
-    loss.backward()
-    assert set(seen) == {FP32} and x.grad.dtype is FP32
-
-
-def test_what_checkpoint_itself_calls_is_replaced(monkeypatch):
-    """torch 2.14 keeps the earlier name for other callers; a later one may have yet another."""
-    assert checkpoints.non_reentrant_name() is not None
-    owner = torch.utils.checkpoint
-    for name, value in list(vars(owner).items()):
-        code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-        if code is not None and checkpoints.non_reentrant_name() in code.co_names:
-            monkeypatch.setattr(owner, name, lambda: owner.under_a_new_name())
-    assert checkpoints.non_reentrant_name() is None
-
-
-@pytest.mark.parametrize("is_keyword", [False, True], ids=["until 2.13", "since 2.14"])
-def test_the_users_contexts_are_found_wherever_torch_hands_them_over(is_keyword):
-    """The policy goes around the recompute's own; all other arguments are passed on as they are."""
-    seen, entered = [], []
-
-    def placed(fn, preserve_rng_state=True, context_fn=None, debug=False, *args, **kwargs):
-        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
-        yield
-
-    def named(fn, args, kwargs, *, preserve_rng_state=True, context_fn=None, debug=False):
-        seen.append((fn, context_fn, [preserve_rng_state, debug, args, kwargs]))
-        yield
-
-    @contextlib.contextmanager
-    def recompute():
-        entered.append(torch.mm(X, X.t()).dtype)
-        yield
-
-    def contexts():
-        return "the forward's", recompute()
-
-    [(_, _, replacing), _] = context_propagation.checkpoints(STATE)
-    replaced = replacing(named if is_keyword else placed)
-    ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
-    if is_keyword:
-        options = {"preserve_rng_state": False, "context_fn": contexts, "debug": True}
-        list(replaced(len, ("x",), {"y": 1}, **options))
-    else:
-        list(replaced(len, False, contexts, True, "x", y=1))
-    [(again, context_fn, others)] = seen
-    assert others == [False, True, ("x",), {"y": 1}]
-    forward, around = context_fn()
-    assert forward == "the forward's" and not entered
-    with ampatch.disable_casts(), around:
-        assert again("xyz") == 3 and entered == [H]
+    with contextlib.ExitStack() as around:
+        if region is not None:
+            around.enter_context(ampatch.disable_casts())
+            around.enter_context(torch.autocast("cpu", dtype=H, enabled=region))
+        x = X.clone().requires_grad_()
+        outputs = [again(run, layer, x), model(x), again(run, X.t().matmul, x)]
+    sum(output.float().sum() for output in outputs).backward()
+    assert seen == [dtype] * 6 and x.grad.dtype is FP32

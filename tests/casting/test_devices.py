@@ -113,13 +113,3 @@ def test_cross_entropy_of_classes_makes_no_copy_of_half_logits(accelerator, monk
         losses[0].backward()
         assert logits.grad.dtype is torch.float16
         seen.clear()
-
-
-@pytest.mark.gpu
-def test_cpu_work_beside_a_cuda_model_stays_float32():
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    ampatch.initialize(nn.Linear(4, 4).cuda(), patch_scope="process", verbosity=0)
-    assert F.linear(torch.ones(2, 4), torch.ones(3, 4)).dtype is torch.float32
-    cuda = torch.ones(2, 4, device="cuda")
-    assert F.linear(cuda, torch.ones(3, 4, device="cuda")).dtype is torch.float16

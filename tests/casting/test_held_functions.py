@@ -7,7 +7,6 @@ from collections import namedtuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ampatch
@@ -132,12 +131,3 @@ def test_the_note_of_an_error_names_what_is_not_reachable(model, words):
         net(X)
     notes = "".join(getattr(error.value, "__notes__", [str(error.value)]))
     assert words + " since before `initialize`, so this call is not cast" in notes
-
-
-def test_an_activation_of_torchs_own_layer():
-    layer = nn.TransformerEncoderLayer(16, 2, 16, activation=F.softplus, dropout=0.0)
-    held = layer.activation
-    ampatch.initialize(layer, opt_level="O1", dtype=H, verbosity=0)
-    assert layer(X).dtype in (H, torch.float32) and layer.activation is F.softplus is not held
-    ampatch.deactivate()
-    assert layer.activation is held

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from small_training import same
+from small_training import Made, same
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -15,21 +15,16 @@ X = torch.randn(3, 4)
 H, FP32 = torch.bfloat16, torch.float32
 
 
-class Net(nn.Module):
+def managed(level):
     """Functions by module, by name and as methods."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x):
         y = F.relu(self.norm(self.layer(x)))
         return torch.softmax(y.matmul(y.transpose(0, 1)), -1), y
 
-
-def managed(level):
-    return ampatch.initialize(Net(), opt_level=level, dtype=H, verbosity=0)
+    torch.manual_seed(0)
+    model = Made(forward, layer=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    return ampatch.initialize(model, opt_level=level, dtype=H, verbosity=0)
 
 
 class Silent(torch.Tensor):

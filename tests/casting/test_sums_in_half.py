@@ -8,8 +8,10 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from op_calls import CALLS, OPS, groups, samples
-from op_sums import ADDED, RIGHT, WRONG, ZEROS, enlarged, error_of, is_small, tried
+from op_samples import ints
+from op_sums import ADDED, RIGHT, WRONG, ZEROS, enlarged, error_of, is_small, tried, values
 from operators import Operators
 from torch import nn
 
@@ -32,6 +34,22 @@ OUT_OF_BOUNDS = {"grid_sampler", "grid_sampler_2d", "grid_sampler_3d"}
 
 REFUSED = {"batch_norm", "instance_norm"}
 """Their values are right, and where statistics are FP32 torch refuses half weights."""
+
+
+MANY = 70_000  # more than float16 can count
+LARGE = {
+    "cross_entropy, large": (lambda x: F.cross_entropy(x, ints(3, MANY)), ((MANY, 3),)),
+    "nll_loss, large": (lambda x: F.nll_loss(x, ints(3, MANY)), ((MANY, 3),)),
+    "nll_loss, large images": (lambda x: F.nll_loss(x, ints(3, 1, 265, 265)), ((1, 3, 265, 265),)),
+    "nll_loss, large images, weighted": (
+        lambda x, w: F.nll_loss(x, ints(3, 1, 400, 400), w.detach()),
+        ((1, 3, 400, 400), (3,)),
+    ),
+}
+MANY_PIXELS = (  # which 16 bits cannot count: without us it reads outside of memory
+    lambda x, grid: F.grid_sample(x, grid.detach() * 4 - 3, align_corners=False),
+    ((1, 1, 190, 190), (1, 40, 40, 2)),
+)
 
 
 @pytest.fixture(params=["O1", "O2", "O3"])
@@ -67,17 +85,32 @@ def test_without_us_these_calls_are_wrong_and_each_row_is_of_one(monkeypatch):
     for (where, name), original in originals.items():
         monkeypatch.setattr(resolve(where), name, spy(original))
     wrong, wrong_values = set(), set()
-    for running, case in {**WRONG, **RIGHT}.items():
+    for running, case in {**WRONG, **RIGHT, **LARGE}.items():
         if any(error_of(case, half) > 1 for half in HALVES):
             wrong.add(running)
         with torch.no_grad():
             if any(error_of(case, half) > 1 for half in HALVES):
                 wrong_values.add(running)
-    assert wrong == WRONG.keys()
+    assert wrong == {**WRONG, **LARGE}.keys()
     for place, function in originals.items():
         assert met.get(id(function), set()) & wrong, place
         is_right = not met[id(function)] & wrong_values
         assert is_right is (PLACES[place] or place[1] in OUT_OF_BOUNDS | REFUSED), place
+
+
+def test_what_half_cannot_count_is_right(session, half):
+    """In FP32 inside, and of the dtype that the level has."""
+    for name, (call, shapes) in {**LARGE, "grid_sample": MANY_PIXELS}.items():
+        assert error_of((call, shapes), half) <= 1, name
+        result = call(*(values(*shape).to(half) for shape in shapes))
+        assert result.dtype is (torch.float32 if session == "O1" else half), name
+
+
+def test_out_is_written_as_without_us(session, half):
+    """PyTorch's builtin has `out=`; a result in FP32 would not be written into it."""
+    x, targets, out = values(4, 3).to(half), ints(3, 4), torch.zeros(4, dtype=half)
+    assert torch._C._nn.nll_loss(x, targets, reduction=0, out=out) is out
+    assert torch.equal(out, -x.gather(1, targets[:, None])[:, 0])
 
 
 NUMBERS = torch.ones(ADDED)
@@ -178,7 +211,6 @@ class _Dtypes(Operators):
             self.seen.append(args[0].dtype)
 
 
-F = torch.nn.functional
 USUAL = [
     lambda x: F.max_pool2d(x, 3, (2, 2)),
     lambda x: F.avg_pool2d(x, (3, 3), 2),

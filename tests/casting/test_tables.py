@@ -2,7 +2,7 @@
 
 Two oracles that do not come from us: `data/ops_places.json` (function by
 function, where autocast for CUDA acts and by which policy), and the dispatcher's
-registrations for autocast.  The lists of PyTorch's own tests are in `test_autocast_lists.py`.
+registrations for autocast.
 """
 
 import itertools

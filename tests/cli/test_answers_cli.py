@@ -6,7 +6,7 @@ import pytest
 import torch
 from quick_speed import measure_quickly
 from run_command import write
-from warm_python import environment, on_a_terminal, python
+from warm_python import python
 
 from ampatch.diagnose.tables import content
 
@@ -48,12 +48,8 @@ ABSORBED = """
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    return write(tmp_path / "train.py", TRAINING)
-
-
-def test_gradients_piped_as_json(script, tmp_path):
+def test_gradients_piped_as_json(tmp_path):
+    write(tmp_path / "train.py", TRAINING)
     words = "gradients --steps 3 --json --opt-level O2 train.py 10"
     done = python("-m", "ampatch", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -64,21 +60,6 @@ def test_gradients_piped_as_json(script, tmp_path):
     assert answer["counted"] + answer["counts"]["zero"] == 3 * (64 + 8 + 16 + 2)
     assert "step 1" in done.stderr and "done" not in done.stderr
     assert "Ended train.py after 3 optimizer steps" in done.stderr
-
-
-def test_explain_in_a_terminal(script, tmp_path):
-    """Both streams on a pseudo-terminal; the script runs to its end."""
-    command = ("-m", "ampatch", "explain", "train.py", "2")
-    shown, status = on_a_terminal(*command, cwd=tmp_path, env=environment(COLUMNS="120"))
-    assert status == 0
-    lines = shown.replace("\r\n", "\n").splitlines()
-    linear = next(line for line in lines if line.startswith("torch.nn.functional.linear"))
-    # two layers, two forwards: inputs 8*8*2 bytes and, of the second layer, cast already
-    assert linear.split()[1:5] == ["4", "6", "4", str(2 * (2 * 64) + 2 * (64 + 8 + 16 + 2))]
-    assert any(
-        line.split() == ["Sequential.0", "Linear", "2", "float32", "bfloat16"] for line in lines
-    )
-    assert "done" in lines
 
 
 @pytest.mark.parametrize("command", ["explain", "gradients"])
@@ -149,12 +130,6 @@ def test_with_auto_a_plain_script_is_in_half(command, tmp_path):
     else:
         assert answer["loss_scale"] == 64.0 and answer["steps"] == 3
     assert "never called" not in done.stderr
-
-
-def test_auto_and_a_level_that_needs_the_model_are_refused(tmp_path, here):
-    write(tmp_path / "plain.py", PLAIN)
-    done = here("explain", "--auto", "--opt-level", "O2", "plain.py")
-    assert done.returncode == 2 and "--auto with opt level O2" in done.stderr
 
 
 def test_debug_of_a_healthy_run(tmp_path, here):

@@ -1,31 +1,18 @@
-"""The command line, as a user runs it: in processes, piped and on a pseudo-terminal."""
+"""The command line: its help, what it refuses, and whose arguments are whose."""
 
 import argparse
-import io
 import shlex
 import subprocess
 import sys
 import types
 
 import pytest
-from run_command import ampatch_run, write
-from sweep_runs import INITIALIZE, TRAINING
+from run_command import write
 from warm_python import environment
 
 import ampatch
 from ampatch.cli import main
 from ampatch.cli.script_options import add_program
-
-STEPS = """
-    for _ in range(10):
-        step()
-    amp.log_metrics(accuracy=0.75)
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    return write(tmp_path / "train.py", TRAINING + INITIALIZE + STEPS)
 
 
 def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
@@ -37,20 +24,6 @@ def test_the_help_of_a_sweep_fits_two_screens(monkeypatch, capsys):
     assert shown.index("--budget") < shown.index("more options") < shown.index("--engine")
 
 
-def test_a_piped_sweep_writes_plain_lines(script, here, warm_trials):
-    words = "sweep train.py --levels O0,O1 --dtypes bfloat16 --no-autocast --rounds 1"
-    done = here(*words.split())
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()]
-    assert rows[0][0] == "row" and "accuracy" in rows[0] and rows[0][-1] == "scale"
-    assert [row[:2] for row in rows[1:3]] == [["O0", "float32"], ["O1", "bfloat16"]]
-    assert rows[1][-3:] == ["0.7500", "0/10", "1"]
-    assert "Recommendation: " in done.stdout
-    assert "Written to ampatch-sweep/train: report.html, " in done.stdout.splitlines()[-1]
-    assert done.stderr.splitlines()[0] == "[1/2] O0 seed 0: started"
-
-
 def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials):
     write(tmp_path / "train.py", "import sys\nprint(sys.argv[1:])\n")
     done = here(*"sweep --levels=O0 train.py --out here -- --levels x -- y".split())
@@ -58,26 +31,6 @@ def test_arguments_after_two_dashes_are_the_scripts(tmp_path, here, warm_trials)
     assert log.read_text() == "['--levels', 'x', '--', 'y']\n"
     assert done.returncode == 1  # no run went well
     assert "never steps an optimizer of torch.optim, nor calls initialize" in done.stderr
-
-
-@pytest.mark.usefixtures("warm_trials")
-def test_on_a_terminal_a_sweep_has_a_line_that_moves_and_each_note_once(
-    script, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    script.write_text(script.read_text().replace("manual_seed(0)", "manual_seed(5)"))
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr("sys.stderr", terminal)
-    assert main.main(["sweep", "train.py", "--levels", "O0", "--seeds", "2"]) == 0
-    text = terminal.getvalue()
-    moving = text.index("\r\x1b[K[1/2] O0 seed 0: started")
-    assert moving < text.index("\r\x1b[K[1/2] O0 seed 0: ok, 10 steps of ")
-    told = " ".join(text.split())
-    assert told.count("train.py seeds itself: torch.manual_seed(5)") == 1
-    assert told.count("The seed does not reach the script") == 1
 
 
 # What is refused
@@ -91,7 +44,6 @@ WRONG = [
     ("--verison", 'unrecognized arguments: --verison. Did you mean "--version"?'),
     ("--verison run train.py", 'Did you mean "--version"?'),
     ("--opt-level O1 run train.py", "--opt-level. Options of a command come after it."),
-    ("doctor --fast", "unrecognized arguments: --fast"),
     ("doctor --jsn", 'unrecognized arguments: --jsn. Did you mean "--json"?'),
     ("tables --rule quarter", "unknown rule 'quarter'; expected one of half"),
     # what is to run
@@ -127,8 +79,6 @@ WRONG = [
     ("run --opt O1 train.py", "unrecognized arguments: --opt"),
     ("explain --opt-level O9 train.py", "argument --opt-level: O9: not understood. Expected O0"),
     ("run --dtype=float32 train.py", "for FP32 use opt level O0"),
-    ("gradients --dtype float8 train.py", "argument --dtype: float8: not understood"),
-    ("run --loss-scale -1 train.py", "argument --loss-scale: -1: not understood"),
     ("run --loss-scale abc train.py", 'Expected "dynamic" or a positive number, such as 128'),
     ("run --opt-level o1 train.py", '(the letter O, not the digit zero). Did you mean "O1"?'),
     ("run --loss-scale=1e60 train.py", "argument --loss-scale: 1e60: not understood"),
@@ -138,11 +88,11 @@ WRONG = [
         (f"run --auto --opt-level {level} train.py", f"--auto with opt level {level}: it converts")
         for level in ("O2", "O3", "O5")
     ),
+    ("explain --auto --opt-level O2 train.py", "--auto with opt level O2: it converts"),
     ("gradients --steps 0 train.py", "0 is not above 0"),
     ("gradients --steps few train.py", "--steps: 'few': expected a whole number"),
     ("gradients --lost 100 train.py", "100 is not at least 0 and below 100"),
     ("gradients --lost much train.py", "--lost: 'much': expected percent, a number"),
-    ("explain --lr train.py", "unrecognized arguments: --lr"),
     ("sweep -m train --lr 1", "Put -- before the script's own arguments: ampatch sweep -m train"),
     ("sweep train.py --rounds 1 --lr=1", "arguments: ampatch sweep train.py --rounds 1 -- --lr=1"),
     ("sweep --lr 1 train.py", "arguments: ampatch sweep SCRIPT -- ARGUMENTS"),
@@ -152,7 +102,6 @@ WRONG = [
     ("sweep train.py --metric val_logloss",
      r"'val_logloss': expected NAME=REGEX, such as 'val_logloss=val_logloss: (\S+)'"),
     ("sweep train.py --better loss", "'loss': expected NAME=WAY"),
-    ("sweep train.py --levels O7", "Expected some of O0, O1, O2, O3.\n"),
     ("sweep train.py --levels o1", 'O0, O1, O2, O3. Did you mean "O1"?'),
     ("tune train.py --opt-level O1 --dtypes float16 --out x",
      '"--dtype"?\nPut -- before the script\'s own arguments: ampatch tune train.py --opt-level '
@@ -166,6 +115,7 @@ WRONG = [
     ("sweep train.py --levels O0 --out train.py", "train.py: cannot be written: File exists"),
     ("sweep train.py --out ''", "--out '': expected the name of a folder"),
     ("tune train.py --opt-level O1 --out=", "--out '': expected the name of a folder"),
+    ("tune train.py --opt-level O1 --seeds 3", "--seeds 3: expected at least 4"),
     ("sweep train.py --resume --overwrite", "--resume and --overwrite: give one of them"),
     ("sweep train.py --dtypes bfloat", 'Did you mean "bfloat16"?'),
     ("sweep train.py --seeds 0", "--seeds 0: expected at least 1"),
@@ -185,23 +135,16 @@ def test_the_command_alone_prints_its_help(here):
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
-def test_a_wrong_command_line_is_refused(line, message, script, tmp_path, here):
+def test_a_wrong_command_line_is_refused(line, message, tmp_path, here):
     """In one message, that names nothing internal, and before anything starts."""
-    for name in ("notebook.ipynb", "MY BOOK.IPYNB"):
-        (tmp_path / name).write_text("{}")
-    write(tmp_path / "package/__init__.py", "")
+    for name in ("train.py", "notebook.ipynb", "MY BOOK.IPYNB", "package/__init__.py"):
+        write(tmp_path / name, "")
     done = here(*shlex.split(line))
     assert (done.returncode, done.stdout) == (2, "")
-    said = done.stderr.partition("error: ")[2]
+    usage, _, said = done.stderr.partition("error: ")
+    assert usage.startswith("usage: ampatch ")
     assert message in said
     assert "invalid _" not in said and "Traceback" not in done.stderr
-
-
-def test_a_wrong_command_line_from_a_shell(tmp_path):
-    done = ampatch_run(tmp_path, "gone.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: ampatch run [options] SCRIPT [SCRIPT ARGUMENTS]")
-    assert "ampatch run: error: gone.py: there is no such script" in done.stderr
 
 
 @pytest.mark.parametrize("command", main.NAMES)

@@ -1,22 +1,17 @@
 """`ampatch run` and `ampatch sweep` build the native part before the first trial, in one line."""
 
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from fake_compiler import FakeCompiler
-from native_runs import needs_compiler
 from run_command import write
-from warm_python import environment
 
 import ampatch.sweep
 from ampatch import native
 from ampatch.cli import main, native_first
 from ampatch.errors import AmpatchError
-from ampatch.native import building, loading
+from ampatch.native import building
 
 TO_BUILD = native.Status(False, "not built: run 'ampatch build'", is_to_build=True)
 BEGUN = "ampatch: compiling the native part, about 30 s, for all runs from now on\n"
@@ -99,19 +94,24 @@ def test_only_the_command_itself_is_started_again(monkeypatch):
     assert native_first.may_restart(["run", "train.py"])
     assert not native_first.may_restart(["run", "other.py"])
     assert not native_first.may_restart([])
-    started = []
-    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
-    native_first.restart()
-    assert started == [(sys.executable, [sys.executable, *command])]
     monkeypatch.setattr(sys, "executable", "")
     assert not native_first.may_restart(["run", "train.py"])
 
 
-def test_a_program_that_calls_the_command_goes_on(built, tmp_path, here):
-    """It could not be started again: nothing is built for it."""
+def test_a_run_is_started_again_with_its_build(built, tmp_path, monkeypatch, here):
+    """Where a program has called the command it cannot be: nothing is built for it."""
     write(tmp_path / "script.py", "print('ran')")
     done = here("run", "script.py")
     assert (done.returncode, done.stdout, built) == (0, "ran\n", [])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "ampatch", "run", "script.py"])
+
+    def replace(*call):
+        built.append(call)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", replace)
+    assert here("run", "script.py").stdout == ""
+    assert built == [{"again": False}, (sys.executable, [sys.executable, *sys.orig_argv[1:]])]
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
@@ -131,34 +131,3 @@ def test_a_sweep_builds_before_its_first_trial(tmp_path, monkeypatch, earlier):
     monkeypatch.setattr("ampatch.cli.sweep.report", lambda *args: 0)
     assert main.main(["sweep", str(write(tmp_path / "script.py", ""))]) == 0
     assert events == ["trials"] if earlier else ["build", "trials"]
-
-
-SCRIPT = """
-import sys
-import ampatch
-import torch
-from ampatch import native
-ampatch.initialize(torch.nn.Linear(1, 1), opt_level="O0")
-print(native.status().active, sys.argv[1:])
-"""
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_two_ranks_that_start_at_once_build_once_and_both_have_it(native_cache, tmp_path):
-    """The fake compiler gives the build of the tests: what is real is all around it."""
-    library = Path(native_cache, "ampatch", "native", loading.built_file().name)
-    compiler = FakeCompiler(tmp_path, library)
-    write(tmp_path / "train.py", SCRIPT)
-    command = [sys.executable, "-m", "ampatch", "run", "train.py", "--lr", "1"]
-    own = {"AMPATCH_CACHE": str(tmp_path), "AMPATCH_NATIVE": "", "CXX": str(compiler.path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    ranks = [
-        subprocess.Popen(command, env=environment(**own, RANK=str(rank)), **pipes)
-        for rank in range(2)
-    ]
-    ended = [rank.communicate() for rank in ranks]
-    assert [out for out, _ in ended] == ["True ['--lr', '1']\n"] * 2, ended
-    assert ended[0][1].startswith(BEGUN + "ampatch: native part built in "), ended
-    assert [err.count("\n") for _, err in ended] == [2, 0], ended
-    assert compiler.calls == 1

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from run_command import ampatch_run, write
-from warm_python import python
+from run_command import write
+from warm_python import environment, python
 
 PLAIN = """
-    import argparse, json, torch
+    import json, sys, torch
     from torch.nn.functional import cross_entropy
 
     class Images(torch.utils.data.Dataset):
@@ -27,11 +27,7 @@ PLAIN = """
             assert same.dtype is torch.float32, "data are prepared as ever"
             return same, self.y[index]
 
-    def main():
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--workers", default=None)
-        parser.add_argument("--epochs", type=int, default=4)
-        options = parser.parse_args()
+    def main(epochs=4, start=None):
         torch.manual_seed(1)
         model = torch.nn.Sequential(
             torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
@@ -40,12 +36,10 @@ PLAIN = """
         seen = set()
         model[0].register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-        workers = {}
-        if options.workers:
-            workers = {"num_workers": 1, "multiprocessing_context": options.workers}
+        workers = {"num_workers": 1, "multiprocessing_context": start} if start else {}
         loader = torch.utils.data.DataLoader(Images(), batch_size=16, **workers)
         losses = []
-        for epoch in range(options.epochs):
+        for epoch in range(int(epochs)):
             for x, y in loader:
                 loss = cross_entropy(model(x), y)
                 optimizer.zero_grad()
@@ -55,7 +49,7 @@ PLAIN = """
         print(json.dumps({"losses": losses, "seen": sorted(seen)}))
 
     if __name__ == "__main__":
-        main()
+        main(*sys.argv[1:])
 """
 
 DDP = """
@@ -92,14 +86,11 @@ DDP = """
 """
 
 
-def run_plain(folder, *arguments):
-    done = python(*arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+AUTO = ("-m", "ampatch", "run", "--auto")
 
 
-def run_auto(folder, *arguments):
-    done = ampatch_run(folder, "--auto", *arguments)
+def run(folder, *arguments):
+    done = python(*arguments, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -109,16 +100,15 @@ def results(tmp_path_factory):
     """Each way to run the script, some at a time."""
     folder = tmp_path_factory.mktemp("auto")
     write(folder / "plain.py", PLAIN)
-    short = ["plain.py", "--epochs", "1"]
     calls = {
-        "python": (run_plain, "plain.py"),
-        "float16": (run_auto, "--opt-level", "O1", "plain.py"),
-        "bfloat16": (run_auto, "--dtype", "bfloat16", "-m", "plain"),
-        "spawn": (run_auto, *short, "--workers", "spawn"),
-        "fork": (run_auto, *short, "--workers", "fork"),
+        "python": ["plain.py"],
+        "float16": [*AUTO, "--opt-level", "O1", "plain.py"],
+        "bfloat16": [*AUTO, "--dtype", "bfloat16", "-m", "plain"],
+        "spawn": [*AUTO, "plain.py", "1", "spawn"],
+        "fork": [*AUTO, "plain.py", "1", "fork"],
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
-        done = {name: pool.submit(run, folder, *words) for name, (run, *words) in calls.items()}
+        done = {name: pool.submit(run, folder, *words) for name, words in calls.items()}
         return {name: future.result() for name, future in done.items()}
 
 
@@ -142,7 +132,7 @@ def test_workers(results, way):
 def test_ranks_that_the_script_spawns(tmp_path):
     """Two backward passes a step, the first under no_sync, against the mean loss of both ranks."""
     write(tmp_path / "ranks.py", DDP)
-    (both, norm, seen) = run_auto(tmp_path, "--loss-scale", "1024", "ranks.py")
+    (both, norm, seen) = run(tmp_path, *AUTO, "--loss-scale", "1024", "ranks.py")
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)

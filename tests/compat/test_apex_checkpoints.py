@@ -9,6 +9,8 @@ from small_training import backward, data, seeded
 from torch import nn
 
 import ampatch
+from ampatch.compat.apex.optimizers import FusedSGD
+from ampatch.compat.apex.parallel import convert_syncbn_model
 
 BF16 = torch.bfloat16
 BETAS, LR, EPS = (0.9, 0.95), 0.01, 1e-6
@@ -137,3 +139,60 @@ def test_masters_that_do_not_fit_are_refused_and_nothing_changes(trained, wrong,
         optimizer.load_state_dict({"optimizer_state_dict": trained[1], **wrong})
     assert not optimizer.state
     assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("half", "settings"),
+    [
+        (torch.float16, {"opt_level": "O1"}),
+        (torch.float16, {"opt_level": "O2"}),
+        (BF16, {"opt_level": "O2", "keep_batchnorm_fp32": "False", "loss_scale": "128.0"}),
+    ],
+)
+def test_resuming_by_lazy_init_is_exact(amp, half, settings, monkeypatch):
+    """As apex's imagenet example and Megatron do it; settings may be strings."""
+    monkeypatch.setenv("AMPATCH_DTYPE", str(half).removeprefix("torch."))
+    dtypes = set()
+
+    def begin():
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+        model = convert_syncbn_model(nn.Sequential(*layers))
+        model[0].register_forward_hook(lambda layer, args, output: dtypes.add(output.dtype))
+        optimizer = FusedSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        return amp.initialize(model, optimizer, verbosity=0, **settings)
+
+    def train(steps):
+        losses = []
+        for step in steps:
+            x = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(step % 3))
+            loss = F.cross_entropy(model(x), (x.mean((1, 2, 3)) * 10).long().clamp(0, 3))
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = begin()
+    first = train(range(15))
+    masters = list(amp.master_params(optimizer))
+    states = model.state_dict(), optimizer.state_dict(), amp.state_dict(), masters
+    of_model, of_optimizer, of_amp, masters = copy.deepcopy(states)
+    last = train(range(15, 30))
+    expected = [param.detach().clone() for param in amp.master_params(optimizer)]
+    assert sum(last[-6:]) < 0.4 * sum(first[:6])
+
+    model, optimizer = begin()
+    model.load_state_dict(of_model)
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(of_optimizer)
+    for param, saved in zip(amp.master_params(optimizer), masters, strict=True):
+        param.data.copy_(saved.data)
+    amp.load_state_dict(of_amp)
+    assert train(range(15, 30)) == last
+    assert all(map(torch.equal, amp.master_params(optimizer), expected))
+    assert dtypes == {half} and not optimizer._amp_stash.all_fp16_params
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert "loss_scale" not in settings or ampatch.loss_scale() == 128.0

@@ -4,13 +4,10 @@ With the `apex` package and without.  What scripts and libraries put there: mode
 """
 
 import copy
-import inspect
 
 import pytest
 import torch
 from torch import nn
-
-import ampatch
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 LEVELS = ["O2", "O3"]
@@ -64,7 +61,6 @@ def test_the_models_own_forward_runs_once_and_hooks_run_as_in_torch(amp):
     assert model.calls == 1 and not seen
     model(X)
     assert model.calls == 2 and seen == [torch.float32]
-    assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
 
 
 class Again(Net):
@@ -87,35 +83,6 @@ def test_a_shallow_copys_forward_is_its_own(amp, level):
     twin, replica = copy.copy(model), model._replicate_for_data_parallel()
     assert twin.forward.__self__ is twin and torch.equal(twin.forward(X), model(X))
     assert "forward" in vars(replica)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS)
-def test_compiled_traced_and_scripted(amp, level):
-    layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
-    model, _ = start(amp, level, layers)
-    expected = model(X)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(X), expected)
-    if level == "O2":
-        assert torch.equal(torch.jit.trace(model, X, check_trace=False)(X), expected)
-        assert torch.jit.script(model)(X).dtype is torch.float32
-    assert isinstance(torch.fx.symbolic_trace(model), torch.fx.GraphModule)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_forward_that_the_script_puts_around_it_later_runs_once(amp, level):
-    model, _ = start(amp, level)
-    expected, managed = model(X), model.forward
-    model.forward = own = lambda x: managed(x) * 2
-    assert torch.equal(model.forward(X), expected * 2)
-    assert torch.equal(model(X), expected * 2)
-    with pytest.raises(RuntimeError):
-        model.forward(X[:, :3])
-    assert torch.equal(model.forward(X), expected * 2)
-    assert vars(copy.copy(model))["forward"] is own
-    ampatch.deactivate()
-    assert model.forward is own
 
 
 def test_two_models_that_have_exchanged_their_forwards(amp):

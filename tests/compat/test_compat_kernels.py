@@ -8,18 +8,21 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from small_training import Made
+from torch import nn
 
 import ampatch
 from ampatch.compat import apex as compat
 from ampatch.compat.apex import kernels, packages
 from ampatch.compat.apex.packages import replacement
+from ampatch.compat.apex.parallel.distributed import flat_dist_call
 
 MISSING = kernels.LOOKED_UP.split()
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
-SHAPES = (((2, 3, 8), (8,)), ((4, 2, 6), (2, 6)), ((5,), (5,)))
-"""Shapes of an input, and of what is normalized together."""
+SHAPES = (((2, 3, 8), (8,)), ((4, 2, 6), (2, 6)), ((5,), (5,)))  # of an input, of a norm's weight
 
 
 def kernel(name: str):
@@ -45,7 +48,9 @@ def test_a_module_has_what_computes_and_no_other_name(name):
     assert module.__spec__.name == name and importlib.util.find_spec(name) is module.__spec__
     functions, why = kernels.KERNELS[name]
     assert why and {*module.__all__} == {*functions, *(MISSING if name == "amp_C" else ())}
-    assert all(getattr(module, key) is functions[key] for key in functions)
+    scope: dict = {}
+    exec(f"from {name} import *", scope)
+    assert all(getattr(module, key) is scope[key] is functions[key] for key in functions)
     for other in ("no_such_kernel", *(() if name == "amp_C" else MISSING), "adam_undo"):
         assert not hasattr(module, other)
         with pytest.raises(ImportError):
@@ -61,11 +66,6 @@ def test_what_does_not_compute_does_not_import(module):
     with pytest.raises(ImportError, match="use "):
         exec(f"import {module}")
     assert importlib.util.find_spec(module) is None and module not in sys.modules
-
-
-def test_a_question_by_find_spec_gets_an_answer():
-    for name in ("apex.contrib.xentropy", "syncbn", "apex.contrib.no_such_module"):
-        assert importlib.util.find_spec(name) is None
 
 
 def test_a_module_of_the_users_own_with_such_a_name_is_found_whenever_it_comes(
@@ -104,14 +104,6 @@ def test_every_replacement_of_a_kernel_is_used():
     assert {says for name, says in known if name.partition(".")[0] != "apex"} <= used
 
 
-def test_lookups_at_import_as_programs_have_them():
-    scope: dict = {}
-    exec("import amp_C; k = amp_C.multi_tensor_lamb_stage1_cuda; from amp_C import *", scope)
-    assert scope["multi_tensor_scale"] is compat.kernels.amp_c.multi_tensor_scale
-    with pytest.raises(ImportError):  # guarded by programs: contrib is not here
-        exec("from apex.contrib.layer_norm import FastLayerNorm")
-
-
 @pytest.mark.parametrize("name", ["amp_C", "fused_adam_cuda"])
 def test_installed_kernels_stay(name, monkeypatch):
     compat.uninstall()
@@ -122,6 +114,121 @@ def test_installed_kernels_stay(name, monkeypatch):
     assert importlib.import_module(name) is installed
     compat.uninstall()
     assert sys.modules[name] is installed
+
+
+# Lists of tensors: amp_C, apex_C and what calls them
+
+CHUNK = 65536
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    data = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=data).to(dtype) for shape in ((3, 4), (5,), (), (0,))]
+
+
+def flag() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int)
+
+
+@pytest.mark.parametrize(
+    "dtype, out", [(torch.float32, torch.float16), (torch.float16, torch.float32)]
+)
+def test_scale(dtype, out):
+    amp_C, applier = kernel("amp_C"), kernel("apex.multi_tensor_apply").multi_tensor_applier
+    grads, noop = tensors(dtype), flag()
+    outs = [torch.empty_like(grad, dtype=out) for grad in grads]
+    applier(amp_C.multi_tensor_scale, noop, [grads, outs], 1 / 3)
+    for grad, scaled in zip(grads, outs, strict=True):
+        assert torch.equal(scaled, (grad.float() * (1 / 3)).to(out))
+    amp_C.multi_tensor_scale(CHUNK, noop, [grads, grads], 2.0)  # in place
+    assert torch.equal(grads[1], tensors(dtype)[1] * 2)
+    large, small = [torch.tensor([1e6])], [torch.empty(1, dtype=torch.float16)]
+    amp_C.multi_tensor_scale(CHUNK, noop, [large, small], 1e-3)
+    assert small[0].item() == 1000 and noop.item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_l2norm(dtype):
+    amp_C, applier = kernel("amp_C"), kernel("apex.multi_tensor_apply").multi_tensor_applier
+    grads, noop = [tensor * 300 for tensor in tensors(dtype)], flag()  # squares: more than float16
+    each = torch.stack([grad.double().norm() for grad in grads])
+    norm, none = applier(amp_C.multi_tensor_l2norm, noop, [grads], False)
+    assert norm.shape == (1,) and norm.dtype is torch.float32 and none.numel() == 0
+    torch.testing.assert_close(norm[0].double(), each.norm())
+    norm, per_tensor = amp_C.multi_tensor_l2norm(CHUNK, noop, [grads], True)
+    torch.testing.assert_close(per_tensor.double(), each)
+    assert norm.item() > 0 and noop.item() == 0
+    assert amp_C.multi_tensor_l2norm(CHUNK, noop, [[]])[0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_noted(bad):
+    amp_C = kernel("amp_C")
+    good = [torch.ones(2), torch.ones(2)]
+    broken, outs = [torch.ones(2), torch.tensor([1.0, bad])], [torch.empty(2), torch.empty(2)]
+
+    def noted(function, *args) -> bool:
+        noop = flag()
+        function(CHUNK, noop, *args)
+        return bool(noop.item())
+
+    assert noted(amp_C.multi_tensor_scale, [broken, outs], 1.0)
+    assert not outs[1].isfinite().all()  # it goes on
+    assert noted(amp_C.multi_tensor_l2norm, [broken])
+    assert not noted(amp_C.multi_tensor_scale, [good, outs], 1.0)
+    assert not noted(amp_C.multi_tensor_l2norm, [good])
+
+
+def test_they_are_the_same_within_a_session(amp):
+    """Functions in the tables do not cast what is in a list."""
+    amp_C = kernel("amp_C")
+    expected = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    norms = amp_C.multi_tensor_l2norm(CHUNK, flag(), [tensors()], True)
+    assert all(map(torch.equal, norms, expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flatten_and_unflatten(dtype):
+    import apex_C
+
+    values = tensors(dtype)
+    values[0] = values[0].t()  # with gaps between its rows
+    flat = apex_C.flatten(values)
+    numbers = [number for value in values for number in value.flatten().tolist()]
+    assert flat.dtype is dtype and flat.tolist() == numbers
+    parts = apex_C.unflatten(flat, values)
+    assert all(map(torch.equal, parts, values))
+    flat.zero_()
+    assert not any(part.any() for part in parts)  # they are views, as scripts rely on
+
+
+def reduced(rank: int) -> dict:
+    values = [torch.full((2, 2), rank + 1.0), torch.full((3,), rank + 2.0, dtype=torch.float16)]
+    flat_dist_call(values, dist.all_reduce)
+    weights = [nn.Parameter(torch.full((2,), float(rank))), torch.full((1,), rank)]
+    flat_dist_call([weight.data for weight in weights], dist.broadcast, (1,))
+    return {"averaged": values, "sent": [weight.tolist() for weight in weights]}
+
+
+def test_flat_dist_call(ranks):
+    """As in apex, what is reduced is averaged."""
+    for result in ranks(reduced):
+        assert [value.unique().tolist() for value in result["averaged"]] == [[1.5], [2.5]]
+        assert result["averaged"][1].dtype is torch.float16
+        assert result["sent"] == [[1.0, 1.0], [1]]
+
+
+def test_asking_first_says_yes():
+    """Scripts that ask refuse to start without, and then call functions that are here."""
+    from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+    from apex.multi_tensor_apply import multi_tensor_apply as module
+
+    assert module.MultiTensorApply is MultiTensorApply
+    assert multi_tensor_applier.available
+    assert MultiTensorApply(8)(lambda *args: args, "flag", ["lists"], 1, 2) == (
+        *(8, "flag", ["lists"], 1, 2),
+    )
 
 
 # Adam
@@ -165,7 +272,7 @@ def test_fused_adam_cuda_follows_its_formula(mode, corrected, grad_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_multi_tensor_adam_is_torchs(mode, dtype):
     applier = kernel("apex.multi_tensor_apply").multi_tensor_applier
-    theirs = torch.nn.Parameter(numbers(3, 4))
+    theirs = nn.Parameter(numbers(3, 4))
     peer = (torch.optim.AdamW if mode else torch.optim.Adam)([theirs], lr=0.05, weight_decay=0.1)
 
     def call(param, first, second, grad, step):
@@ -200,7 +307,7 @@ def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
             buffer = self._dummy_overflow_buf
             multi_tensor_applier(self.multi_tensor_adam, buffer, lists, *options)
 
-    theirs, ours = torch.nn.Parameter(numbers(5)), torch.nn.Parameter(numbers(5))
+    theirs, ours = nn.Parameter(numbers(5)), nn.Parameter(numbers(5))
     peer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.2)
     optimizer = OwnAdam([ours], lr=0.1, weight_decay=0.2)
     assert optimizer._dummy_overflow_buf.tolist() == [0]
@@ -219,12 +326,6 @@ def test_a_class_over_fused_adam_steps_by_the_kernel_and_resumes():
 # Norms
 
 
-def normed(x, shape, weight, bias, eps, is_rms):
-    if is_rms:
-        return F.rms_norm(x, shape, weight, eps)
-    return F.layer_norm(x, shape, weight, bias, eps)
-
-
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("is_affine", [False, True], ids=["plain", "affine"])
@@ -238,7 +339,10 @@ def test_norms_forward_and_backward_are_torchs(sizes, is_rms, is_affine, dtype, 
     params = params[: 2 - is_rms] if is_affine else []
     wide = [value.double().requires_grad_() for value in (x, *params)]
     weight, bias, *_ = *wide[1:], None, None
-    expected = normed(wide[0], shape, weight, bias, eps, is_rms)
+    if is_rms:
+        expected = F.rms_norm(wide[0], shape, weight, eps)
+    else:
+        expected = F.layer_norm(wide[0], shape, weight, bias, eps)
     expected.backward(grad.double())
 
     name, end = "rms_" * is_rms, "_affine" * is_affine
@@ -313,23 +417,22 @@ class OwnNorm(torch.autograd.Function):
         )
 
 
-class Normed(torch.nn.Module):
-    def __init__(self, own):
-        super().__init__()
-        self.first, self.norm = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8)
-        self.last, self.own = torch.nn.Linear(8, 1), own
+def own_norm(model, x):
+    x = model.first(x)
+    weight, bias = model.norm.weight.to(x.dtype), model.norm.bias.to(x.dtype)
+    return model.last(OwnNorm.apply(x, weight, bias))
 
-    def forward(self, x):
-        x, norm = self.first(x), self.norm
-        weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
-        return self.last(OwnNorm.apply(x, weight, bias) if self.own else self.norm(x))
+
+def torchs_norm(model, x):
+    return model.last(model.norm(model.first(x)))
 
 
 def test_a_function_of_the_scripts_own_trains_by_the_kernels_as_torchs_layer_does(amp, opt_level):
     ends = []
-    for own in (True, False):
+    for forward in (own_norm, torchs_norm):
         torch.manual_seed(0)
-        model = Normed(own)
+        layers = {"first": nn.Linear(6, 8), "last": nn.Linear(8, 1)}
+        model = Made(forward, norm=nn.LayerNorm(8), **layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
         x = numbers(16, 6)

@@ -5,6 +5,7 @@ The oracle is FP32 training that zeroes by hand, weight by weight.
 """
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,17 +13,17 @@ from torch import nn
 
 import ampatch
 
-SCALES = {"dynamic": "dynamic", "static": 128.0, "one": 1.0}
+SETTINGS = {
+    "dynamic": {"loss_scale": "dynamic"},
+    "static": {"loss_scale": 128.0},
+    "one": {"loss_scale": 1.0},
+    "norms in half": {"keep_batchnorm_fp32": False},
+}
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.first = nn.Embedding(4, 6), nn.Linear(6, 8)
-        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 1)
-
-    def forward(self, index):
-        return self.last(torch.tanh(self.norm(self.first(self.table(index)))))
+def network():
+    layers = {"table": nn.Embedding(4, 6), "first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8)}
+    return nn.Sequential(OrderedDict(**layers, tanh=nn.Tanh(), last=nn.Linear(8, 1)))
 
 
 INDEX, TARGET = torch.arange(16) % 4, (torch.arange(16) % 4).float()[:, None] / 4
@@ -30,7 +31,7 @@ INDEX, TARGET = torch.arange(16) % 4, (torch.arange(16) % 4).float()[:, None] / 
 
 def model_and_optimizer(lr=0.05, **options):
     torch.manual_seed(0)
-    model = Net()
+    model = network()
     return model, torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
@@ -50,14 +51,19 @@ def backward(amp, model, optimizers, factor=1.0, **options):
         scaled.backward()
 
 
-def weights(model):
-    return [param.detach().clone() for param in model.parameters()]
+def train(amp, model, optimizer, accumulate, delay=False, overflow=None):
+    for step in range(6):
+        for number in range(accumulate):
+            factor = math.inf if (step, number) == overflow else 1.0
+            waits = delay and number + 1 < accumulate
+            backward(amp, model, optimizer, factor, delay_unscale=waits)
+        optimizer.step()
 
 
-def reference(steps, accumulate=1, keeps_norm=True, skipped=()):
+def reference(accumulate, keeps_norm, skipped=()):
     """FP32, which zeroes after each step what apex dropped, and keeps the rest."""
     model, optimizer = model_and_optimizer()
-    for step in range(steps):
+    for step in range(6):
         for _ in range(accumulate):
             loss_of(model).backward()
         if step not in skipped:
@@ -69,31 +75,21 @@ def reference(steps, accumulate=1, keeps_norm=True, skipped=()):
 
 
 def close(model, other):
-    for param, expected in zip(weights(model), weights(other), strict=True):
-        torch.testing.assert_close(param, expected, rtol=0.02, atol=0.01)
+    both = [[param.detach() for param in net.parameters()] for net in (model, other)]
+    torch.testing.assert_close(*both, rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("delay", [False, True], ids=["unscaled", "delay_unscale"])
-def test_half_weights_begin_anew_and_fp32_ones_accumulate(amp, scale, accumulate, delay):
+def test_half_weights_begin_anew_and_fp32_ones_accumulate(amp, settings, accumulate, delay):
     model, optimizer = model_and_optimizer()
-    begin(amp, model, optimizer, loss_scale=SCALES[scale])
-    for _ in range(6):
-        for number in range(accumulate):
-            backward(amp, model, optimizer, delay_unscale=delay and number + 1 < accumulate)
-        optimizer.step()
-    close(model, reference(6, accumulate))
-
-
-def test_keep_batchnorm_fp32_false_means_that_norms_were_half_too(amp):
-    model, optimizer = model_and_optimizer()
-    begin(amp, model, optimizer, keep_batchnorm_fp32=False)
-    for _ in range(6):
-        backward(amp, model, optimizer)
-        optimizer.step()
-    close(model, reference(6, keeps_norm=False))
-    assert not torch.allclose(reference(6).norm.weight, model.norm.weight, atol=1e-3)
+    begin(amp, model, optimizer, **SETTINGS[settings])
+    train(amp, model, optimizer, accumulate, delay)
+    keeps_norm = settings != "norms in half"
+    close(model, reference(accumulate, keeps_norm))
+    other = reference(accumulate, not keeps_norm)
+    assert not torch.allclose(other.norm.weight, model.norm.weight, atol=1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -101,11 +97,8 @@ def test_keep_batchnorm_fp32_false_means_that_norms_were_half_too(amp):
 def test_an_overflow_in_the_middle_of_an_accumulation_costs_one_step(amp, accumulate, fused):
     model, optimizer = model_and_optimizer(fused=fused)
     begin(amp, model, optimizer, keep_batchnorm_fp32=False)
-    for step in range(6):
-        for number in range(accumulate):
-            backward(amp, model, optimizer, math.inf if step == 2 and number == 0 else 1.0)
-        optimizer.step()
-    close(model, reference(6, accumulate, keeps_norm=False, skipped=(2,)))
+    train(amp, model, optimizer, accumulate, overflow=(2, 0))
+    close(model, reference(accumulate, keeps_norm=False, skipped=(2,)))
     assert ampatch.step_counts(optimizer)[:2] == (5, 1)
 
 
@@ -148,7 +141,7 @@ def test_elsewhere_gradients_accumulate_as_ever(amp, package, options):
 def test_each_optimizer_drops_what_its_own_step_has_used(amp, together):
     """The second one steps every second time, and accumulates between."""
     torch.manual_seed(0)
-    model = Net()
+    model = network()
     parts = [list(part.parameters()) for part in (model.first, model.last)]
     optimizers = [torch.optim.SGD(part, lr=0.0) for part in parts]
     begin(amp, model, optimizers, num_losses=2)

@@ -1,5 +1,7 @@
 """apex.parallel and apex.normalization: two gloo ranks against one process with all the data."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,31 +54,49 @@ DDP = {
 }
 
 
-def reduced(rank: int) -> dict:
-    """The gradients of one backward under each way of reducing."""
-    grads = {name: gradients(DistributedDataParallel(network(rank), **options), rank)
-             for name, options in DDP.items()}  # fmt: skip
-    parallel = DistributedDataParallel(network(rank))
-    parallel.disable_allreduce()
-    grads["local"] = gradients(parallel, rank)
-    half = DistributedDataParallel(network(rank).half(), allreduce_always_fp32=True)
-    (half(batch(rank)[0][:1].half()).float().sum() * 40_000).backward()
-    grads["half"] = [half.module[2].bias.grad]
+def reduced(rank: int, name: str) -> list[torch.Tensor]:
+    """The gradients of one backward pass under a way of reducing."""
     model = network(rank)
-    reducer = Reducer(model)
-    gradients(model, rank)
-    reducer.reduce()
-    grads["reducer"] = [param.grad for param in model.parameters()]
+    if name == "reducer":
+        reducer = Reducer(model)
+        gradients(model, rank)
+        reducer.reduce()
+        return [param.grad for param in model.parameters()]
+    parallel = DistributedDataParallel(model, **DDP.get(name, {}))
+    if name == "local":
+        parallel.disable_allreduce()
+    return gradients(parallel, rank)
+
+
+@pytest.mark.parametrize("name", [*DDP, "reducer", "local"])
+def test_gradients_are_reduced_as_asked(ranks, name):
+    model = network()  # rank 0's weights, which the broadcast gave to rank 1
+    alone = [gradients(model, rank) for rank in range(RANKS)]
+    for rank, grads in enumerate(ranks(reduced, name)):
+        if name == "local":
+            assert all(map(torch.equal, grads, alone[rank]))
+            continue
+        expected = [(a + b) / (1 if name == "sum" else 2) for a, b in zip(*alone, strict=True)]
+        torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-5)
+
+
+def lists_half_and_groups(rank: int) -> list:
     values = torch.full((2,), float(rank))
     Reducer([values]).reduce()
-    grads["list"] = [values]
-    alone = create_syncbn_process_group(1)
-    grads["groups"] = [dist.get_world_size(alone), create_syncbn_process_group(0)]
-    try:
+    half = DistributedDataParallel(network(rank).half(), allreduce_always_fp32=True)
+    (half(batch(rank)[0][:1].half()).float().sum() * 40_000).backward()
+    alone, all_ranks = create_syncbn_process_group(1), create_syncbn_process_group(0)
+    with pytest.raises(ValueError, match="divides the 2 ranks"):
         create_syncbn_process_group(3)
-    except ValueError as error:
-        grads["groups"].append(str(error))
-    return grads
+    mean = half.module[2].bias.grad.tolist()
+    return [values.tolist(), mean, dist.get_world_size(alone), all_ranks]
+
+
+def test_lists_half_gradients_groups_and_wrong_arguments(ranks):
+    expected = [[0.5] * 2, [40_000.0] * 3, 1, None]  # the sum, 80000, is inf in FP16
+    assert ranks(lists_half_and_groups) == [expected] * RANKS
+    with pytest.raises(ValueError, match="delay_allreduce=True"):
+        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
 
 
 def trained(rank: int, level: str) -> list[torch.Tensor]:
@@ -96,25 +116,20 @@ def trained(rank: int, level: str) -> list[torch.Tensor]:
     return values
 
 
-def normalized(rank: int, channel_last: bool, dtype: torch.dtype = torch.float32) -> dict:
-    """A batch norm over both ranks' images: two on rank 0, four on rank 1."""
-    part = slice(0, 2) if rank == 0 else slice(2, 6)
-    x, weights = (value[part] for value in images())
-    x = x.to(dtype).requires_grad_()
-    model = convert_syncbn_model(nn.Sequential(batch_norm()), channel_last=channel_last)
-    assert isinstance(model[0], SyncBatchNorm)
-    output = model(x.movedim(1, -1)).movedim(-1, 1) if channel_last else model(x)
-    (output.float() * weights).sum().backward()
-    norm = model[0]
-    for param in model.parameters():
-        dist.all_reduce(param.grad)
-    return {
-        "output": output.detach(),
-        "x": x.grad,
-        "params": [norm.weight.grad, norm.bias.grad],
-        "running": [norm.running_mean, norm.running_var],
-        "count": norm.num_batches_tracked,
-    }
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_training_under_apexs_ddp(ranks, level):
+    first, second = ranks(trained, level)
+    assert all(map(torch.equal, first, second))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(5):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            inputs, targets = batch(10 * rank + number)
+            (F.cross_entropy(model(inputs), targets) / RANKS).backward()
+        optimizer.step()
+    expected = [param.detach() for param in model.parameters()]
+    torch.testing.assert_close(first, expected, atol=5e-3, rtol=2e-2)
 
 
 def batch_norm() -> nn.BatchNorm2d:
@@ -125,152 +140,92 @@ def batch_norm() -> nn.BatchNorm2d:
     return norm
 
 
+def normalized(rank: int, channel_last: bool, dtype: torch.dtype) -> list:
+    """A batch norm over both ranks' images: two on rank 0, four on rank 1."""
+    part = slice(0, 2) if rank == 0 else slice(2, 6)
+    x, weights = (value[part] for value in images())
+    x = x.to(dtype).requires_grad_()
+    model = convert_syncbn_model(nn.Sequential(batch_norm()), channel_last=channel_last)
+    assert isinstance(model[0], SyncBatchNorm)
+    output = model(x.movedim(1, -1)).movedim(-1, 1) if channel_last else model(x)
+    (output.float() * weights).sum().backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    grads = [param.grad for param in model.parameters()]
+    return [output.detach(), x.grad, grads, list(model.buffers())]
+
+
+@pytest.mark.parametrize(
+    "channel_last, dtype", [(False, torch.float32), (True, torch.float32), (False, torch.float16)]
+)
+def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(ranks, channel_last, dtype):
+    x, weights = images()
+    x.requires_grad_()
+    norm = batch_norm()
+    expected = norm(x)
+    (expected * weights).sum().backward()
+    atol = 2e-2 if dtype is torch.float16 else 2e-5
+    outputs, of_x, *both = zip(*ranks(normalized, channel_last, dtype), strict=True)
+    torch.testing.assert_close(torch.cat(outputs).float(), expected.detach(), atol=atol, rtol=1e-2)
+    torch.testing.assert_close(torch.cat(of_x).float(), x.grad, atol=atol, rtol=1e-2)
+    for grads, buffers in zip(*both, strict=True):
+        wanted = [param.grad for param in norm.parameters()]
+        torch.testing.assert_close(grads, wanted, atol=10 * atol, rtol=1e-3)
+        torch.testing.assert_close(buffers, list(norm.buffers()), atol=atol, rtol=1e-3)
+
+
 def small_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(4, 4, 3), batch_norm(), nn.Flatten(), nn.Linear(36, 2))
 
 
-def half_of(rank: int, values: torch.Tensor) -> torch.Tensor:
-    return values[:3] if rank == 0 else values[3:]
+def half_of(rank: int) -> torch.Tensor:
+    return images()[0][3 * rank : 3 * rank + 3]
 
 
-def synchronized(rank: int, wrapper: type) -> dict:
+def synchronized(rank: int, wrapper: type) -> list:
     """A network with batch norms over the ranks, in DDP: three images on each rank."""
     model = wrapper(convert_syncbn_model(small_network()))
-    output = model(half_of(rank, images()[0]))
-    output.square().mean().backward()
-    norm = model.module[1]
-    return {
-        "output": output.detach(),
-        "grads": [param.grad for param in model.parameters()],
-        "running": [norm.running_mean, norm.running_var],
-    }
-
-
-def validated(rank: int) -> dict:
-    """apex's DDP around a batch norm of each rank's own; rank 0 validates between two steps."""
-    model = DistributedDataParallel(small_network())
-    own = half_of(rank, images()[0])
-    seen = []
-    for _ in range(2):
-        model(own).square().mean().backward()
-        if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                seen.append(model(own))
-            model.train()
-    norm = model.module[1]
-    return {"running": [norm.running_mean, norm.running_var], "validated": seen}
-
-
-def on_a_rank(rank: int) -> dict:
-    return {
-        "reduced": reduced(rank),
-        "trained": {level: trained(rank, level) for level in ("O1", "O2")},
-        "norm": normalized(rank, channel_last=False),
-        "channel_last": normalized(rank, channel_last=True),
-        "half": normalized(rank, channel_last=False, dtype=torch.float16),
-        "apex's DDP": synchronized(rank, DistributedDataParallel),
-        "torch's DDP": synchronized(rank, nn.parallel.DistributedDataParallel),
-        "validated": validated(rank),
-    }
-
-
-@pytest.fixture(scope="module")
-def both(ranks) -> list[dict]:
-    """What two ranks found."""
-    return ranks(on_a_rank)
-
-
-@pytest.mark.parametrize("name", [*DDP, "reducer"])
-def test_gradients_are_reduced_as_asked(both, name):
-    model = network()  # rank 0's weights, which the broadcast gave to rank 1
-    alone = [gradients(model, number) for number in range(RANKS)]
-    for of_rank in both:
-        for grad, first, second in zip(of_rank["reduced"][name], *alone, strict=True):
-            expected = first + second if name == "sum" else (first + second) / 2
-            torch.testing.assert_close(grad, expected, atol=1e-6, rtol=1e-5)
-
-
-def test_gradients_stay_local_while_reduction_is_off_and_wrong_arguments_are_refused(both):
-    for rank, of_rank in enumerate(both):
-        expected = gradients(network(), rank)
-        assert all(map(torch.equal, of_rank["reduced"]["local"], expected))
-        assert of_rank["reduced"]["list"][0].tolist() == [0.5, 0.5]
-        size, everybody, error = of_rank["reduced"]["groups"]
-        assert (size, everybody) == (1, None) and "divides the 2 ranks" in error
-    with pytest.raises(ValueError, match="delay_allreduce=True"):
-        DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
-
-
-def test_half_gradients_do_not_overflow_on_the_way_to_their_mean(both):
-    for of_rank in both:  # 80000 is inf in FP16
-        assert of_rank["reduced"]["half"][0].tolist() == [40_000.0] * 3
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_training_under_apexs_ddp(both, level):
-    first, second = (of_rank["trained"][level] for of_rank in both)
-    assert all(map(torch.equal, first, second))
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(5):
-        optimizer.zero_grad()
-        for rank in range(RANKS):
-            inputs, targets = batch(10 * rank + number)
-            (F.cross_entropy(model(inputs), targets) / RANKS).backward()
-        optimizer.step()
-    for ours, expected in zip(first, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected.detach(), atol=5e-3, rtol=2e-2)
-
-
-@pytest.mark.parametrize("name", ["norm", "channel_last", "half"])
-def test_batch_norm_over_the_ranks_is_that_of_the_whole_batch(both, name):
-    x, weights = images()
-    x.requires_grad_()
-    norm = batch_norm()
-    output = norm(x)
-    (output * weights).sum().backward()
-    atol = 2e-2 if name == "half" else 2e-5
-    norms = [rank[name] for rank in both]
-    for key, expected in {"output": output.detach(), "x": x.grad}.items():
-        whole = torch.cat([of_rank[key] for of_rank in norms]).float()
-        torch.testing.assert_close(whole, expected, atol=atol, rtol=1e-2)
-    for of_rank in norms:
-        for ours, param in zip(of_rank["params"], norm.parameters(), strict=True):
-            torch.testing.assert_close(ours, param.grad, atol=10 * atol, rtol=1e-3)
-        running = [norm.running_mean, norm.running_var]
-        torch.testing.assert_close(of_rank["running"], running, atol=atol, rtol=1e-3)
-        assert of_rank["count"] == 1
-
-
-@pytest.mark.parametrize("name", ["apex's DDP", "torch's DDP"])
-def test_batch_norm_over_the_ranks_in_ddp(both, name):
-    model = small_network()
-    output = model(images()[0])
+    output = model(half_of(rank))
     output.square().mean().backward()
     grads = [param.grad for param in model.parameters()]
-    outputs = torch.cat([of_rank[name]["output"] for of_rank in both])
-    torch.testing.assert_close(outputs, output.detach(), atol=2e-5, rtol=1e-4)
-    for of_rank in both:
-        torch.testing.assert_close(of_rank[name]["grads"], grads, atol=2e-5, rtol=1e-3)
-        running = [model[1].running_mean, model[1].running_var]
-        torch.testing.assert_close(of_rank[name]["running"], running, atol=2e-5, rtol=1e-4)
+    return [output.detach(), grads, list(model.module[1].buffers())]
 
 
-def test_apexs_ddp_sends_no_buffers(both):
-    """So that one rank may validate alone; each keeps its own statistics."""
-    for rank, of_rank in enumerate(both):
-        model = small_network()
-        own = half_of(rank, images()[0])
-        seen = []
-        for _ in range(2):
-            model(own)
-            seen.append(model.eval()(own).detach())
+@pytest.mark.parametrize("ddp", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_batch_norm_over_the_ranks_in_ddp(ranks, ddp):
+    model = small_network()
+    expected = model(images()[0])
+    expected.square().mean().backward()
+    outputs, *both = zip(*ranks(synchronized, ddp), strict=True)
+    torch.testing.assert_close(torch.cat(outputs), expected.detach(), atol=2e-5, rtol=1e-4)
+    for grads, buffers in zip(*both, strict=True):
+        wanted = [param.grad for param in model.parameters()]
+        torch.testing.assert_close(grads, wanted, atol=2e-5, rtol=1e-3)
+        torch.testing.assert_close(buffers, list(model[1].buffers()), atol=2e-5, rtol=1e-4)
+
+
+def validated(rank: int, wrapper: Any, validates: bool) -> list:
+    """Two steps of a batch norm of each rank's own, and validations between; the statistics."""
+    model = wrapper(small_network())
+    own, seen = half_of(rank), []
+    for _ in range(2):
+        model(own).square().mean().backward()
+        if validates:
+            with torch.no_grad():
+                seen.append(model.eval()(own))
             model.train()
-        running = [model[1].running_mean, model[1].running_var]
-        torch.testing.assert_close(of_rank["validated"]["running"], running)
-        torch.testing.assert_close(of_rank["validated"]["validated"], seen if rank == 0 else [])
+    return [seen, [*model.buffers()]]
+
+
+def validating_alone(rank: int) -> list:
+    return validated(rank, DistributedDataParallel, rank == 0)
+
+
+def test_apexs_ddp_sends_no_buffers(ranks):
+    """So that one rank may validate alone; each keeps its own statistics."""
+    for rank, results in enumerate(ranks(validating_alone)):
+        torch.testing.assert_close(results, validated(rank, nn.Sequential, rank == 0))
 
 
 # One process

@@ -38,8 +38,8 @@ def moved(model, before) -> bool:
     return not all(map(torch.equal, weights(model), before))
 
 
-def scaler_of(amp, number=0):
-    return amp._amp_state.loss_scalers[number]
+def scaler_of(amp):
+    return amp._amp_state.loss_scalers[0]
 
 
 def by_hand(amp, model, optimizer, buffer) -> bool:
@@ -86,16 +86,19 @@ def test_the_recipe_moves_the_scale_once_a_step(amp, level, bad):
     assert ampatch.step_counts(optimizer) == (7, 0, 0)  # no step was skipped by ours
 
 
-INF_DELAYED = {"factor": INF, "delay_overflow_check": True}
-BEFORE_A_STEP = {  # blocks, "mend", "replace", or a buffer's value; its answers; moved; 2**scale
+DELAYED, INF_DELAYED = ({"factor": f, "delay_overflow_check": True} for f in (1.0, INF))
+BEFORE_A_STEP = {  # blocks, other calls, or a buffer's value; the answers; moved; 2**scale
     "never asked": ([INF_DELAYED], [], False, 15),
     "asked after a usual block": ([{"factor": INF}, "ask"], [True], False, 14),  # as in apex
     # who mends gradients says so in the buffer; who steps all the same, steps
     "mended": ([INF_DELAYED, "mend", 0, "ask"], [False], True, 16),
-    "said to overflow": ([{"delay_overflow_check": True}, 1, "ask"], [True], True, 15),
-    "not asked again": (
-        [INF_DELAYED, "mend", "ask", {"delay_overflow_check": True}], [True], True, 15
-    ),
+    "said to overflow": ([DELAYED, 1, "ask"], [True], True, 15),
+    "not asked again": ([INF_DELAYED, "mend", "ask", DELAYED], [True], True, 15),
+    # a step before the question has looked, and moved the scale
+    "asked after two steps": ([DELAYED, "step", "ask"] * 2, [False] * 2, True, 16),
+    "asked after two overflows": ([INF_DELAYED, "step", "ask"] * 2, [True] * 2, False, 14),
+    # a usual block shows its overflow until the next
+    "seen": ([{"factor": INF}, "see", "step", "see", {}, "see"], [True, True, False], True, 15),
     "replaced, and not overruled by a later block": (
         ["replace", {"factor": INF}, {}], [], False, 15
     ),
@@ -117,6 +120,11 @@ def test_what_decides_a_step(amp, level, name):
             scaler.update_scale = lambda: own()
         elif call == "ask":
             answers.append(scaler.update_scale())
+        elif call == "see":
+            answers.append(scaler_of(amp)._has_overflow)
+        elif call == "step":
+            optimizer.step()
+            optimizer.zero_grad()
         elif isinstance(call, int):
             scaler._overflow_buf = torch.full((1,), call, dtype=torch.int)
         else:
@@ -149,19 +157,6 @@ def test_without_a_buffer_of_its_own_update_scale_knows_what_blocks_found(amp, l
     assert scaler.update_scale() is True and scaler.loss_scale() == 2.0**13
 
 
-def test_usual_blocks_show_their_overflow_until_the_next(amp):
-    model, optimizer = start(amp)
-    scaler = scaler_of(amp)
-    assert scaler is scaler_of(amp)  # what a script puts on it stays
-    for factor in (INF, 1.0, INF):
-        optimizer.zero_grad()
-        block(amp, model, optimizer, factor)
-        assert scaler._has_overflow is (factor == INF)
-        optimizer.step()
-        assert scaler._has_overflow is (factor == INF)
-    assert scaler.loss_scale() == 2.0**14
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("calls_apexs", [True, False], ids=["around", "instead"])
 def test_a_replaced_update_scale_is_asked_as_each_block_ends(amp, level, calls_apexs):
@@ -176,17 +171,12 @@ def test_a_replaced_update_scale_is_asked_as_each_block_ends(amp, level, calls_a
         return asked[-1]
 
     def instead() -> bool:
-        skips = bool(scaler._overflow_buf.item())
-        if skips:
-            scaler._loss_scale /= 2
+        asked.append(bool(scaler._overflow_buf.item()))
+        scaler._unskipped = 0 if asked[-1] else scaler._unskipped + 1
+        if asked[-1] or scaler._unskipped == scaler._scale_seq_len:
+            scaler._loss_scale *= 0.5 if asked[-1] else 2
             scaler._unskipped = 0
-        else:
-            scaler._unskipped += 1
-        if scaler._unskipped == scaler._scale_seq_len:
-            scaler._loss_scale = min(scaler._max_loss_scale, scaler._loss_scale * 2)
-            scaler._unskipped = 0
-        asked.append(skips)
-        return skips
+        return asked[-1]
 
     scaler.update_scale = around if calls_apexs else instead
     scales = []
@@ -210,26 +200,6 @@ def test_a_replaced_update_scale_is_asked_as_each_block_ends(amp, level, calls_a
     assert len(asked) == 6
 
 
-def test_a_replaced_update_scale_overrules_the_block(amp):
-    model, optimizer = start(amp)
-    for answer in (True, False):
-        before = weights(model)
-        scaler_of(amp).update_scale = lambda answer=answer: answer
-        optimizer.zero_grad()
-        block(amp, model, optimizer)
-        optimizer.step()
-        assert moved(model, before) != answer
-        assert scaler_of(amp).loss_scale() == 2.0**16
-
-
-def test_a_block_that_raises_asks_nobody(amp):
-    model, optimizer = start(amp)
-    scaler_of(amp).update_scale = lambda: pytest.fail("asked")
-    with pytest.raises(ZeroDivisionError):
-        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer):
-            raise ZeroDivisionError
-
-
 def test_each_loss_has_its_own(amp):
     model, optimizer = start(amp, num_losses=2)
     block(amp, model, optimizer, INF, loss_id=1, delay_overflow_check=True)
@@ -238,15 +208,6 @@ def test_each_loss_has_its_own(amp):
     assert second.update_scale() and not first.update_scale()
     assert (first.loss_scale(), second.loss_scale()) == (2.0**16, 2.0**15)
     assert (first._unskipped, second._unskipped) == (1, 0)
-
-
-def test_a_static_scale_does_not_move(amp):
-    model, optimizer = start(amp, loss_scale=128.0)
-    scaler = scaler_of(amp)
-    block(amp, model, optimizer, INF, delay_overflow_check=True)
-    assert not scaler.dynamic and scaler._overflow_buf.item() == 0
-    scaler._overflow_buf.fill_(1)
-    assert scaler.update_scale() is False and scaler.loss_scale() == 128.0
 
 
 @pytest.mark.parametrize("kind", ["of the session", "of its own"])
@@ -302,12 +263,11 @@ def test_a_scaler_of_its_own_follows_apexs_rule():
 # Several calls of initialize
 
 
-def session(amp, with_optimizer: bool, level="O2", **options):
+def session(amp, with_optimizer: bool, **options):
     model = nn.Linear(2, 2)
-    if not with_optimizer:
-        return amp.initialize(model, opt_level=level, verbosity=0, **options), None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    return model, optimizer
 
 
 def scale_in_use(amp, model, optimizer) -> float:
@@ -354,37 +314,9 @@ def test_several_sessions_with_optimizers_are_one_list_the_newest_first(amp, cap
     assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [8, 8, 4]
     with pytest.raises(ValueError, match="loss_scaler7"):
         amp.load_state_dict({"loss_scaler7": old["loss_scaler0"]})
-
-
-def test_three_sessions_are_listed_from_the_newest_to_the_oldest(amp):
-    sessions = [session(amp, True) for _ in range(3)]
-    for number, scaler in enumerate(amp._amp_state.loss_scalers):
-        scaler._loss_scale = 2.0**number
-    assert [scale_in_use(amp, *session) for session in sessions] == [4, 2, 1]
-    del sessions[1], scaler  # the session ends with its model and optimizer
+    del last, scaler  # the session ends with its model and optimizer
     gc.collect()
-    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [1, 4]
-
-
-@pytest.mark.parametrize("deactivates", [True, False])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_fold_begins_with_a_scaler_of_its_own_at_place_0(amp, deactivates, level):
-    """Models of earlier folds are kept, to average them at the end."""
-    kept = []
-    for fold in range(3):
-        kept.append(session(amp, True, level=level))
-        model, optimizer = kept[-1]
-        scalers = amp._amp_state.loss_scalers
-        assert len(scalers) == (1 if deactivates else fold + 1)
-        assert scalers[0].loss_scale() == 2.0**16
-        scalers[0]._loss_scale = 4.0
-        assert scale_in_use(amp, model, optimizer) == 4
-        optimizer.step()
-        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 1}
-        if deactivates:
-            amp._amp_state.handle._deactivate()
-            assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
-            assert scale_in_use(amp, model, optimizer) == 4
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [8, 4]
 
 
 def test_deactivate_ends_the_entries_of_all_sessions_before_but_the_newest(amp):
@@ -412,16 +344,13 @@ def test_init_beside_initialize_adds_no_entry_and_hides_no_setting(amp):
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 16
 
 
-def test_models_alone_have_scalers_too(amp):
-    session(amp, False)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
-    assert len(amp._amp_state.loss_scalers) == 1
-
-
-def test_without_a_session_state_dict_says_so(amp):
+def test_without_a_session_state_dict_says_so_and_models_alone_have_scalers_too(amp):
     for call in (amp.state_dict, lambda: amp.load_state_dict({})):
         with pytest.raises(ampatch.AmpatchError, match="no ampatch session is open"):
             call()
+    session(amp, False)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
+    assert len(amp._amp_state.loss_scalers) == 1
 
 
 def test_a_buffer_that_is_given_back_shows_what_blocks_find(amp):
@@ -451,21 +380,6 @@ def test_update_scale_forgets_what_delayed_blocks_of_its_scaler_left_and_nothing
     assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [2.0**16, 2.0**15]
 
 
-@pytest.mark.parametrize("factor", [1.0, INF])
-def test_a_step_before_update_scale_moves_the_scale_once(amp, factor):
-    """Then the step has looked, and skipped after an overflow; the call tells what was found."""
-    model, optimizer = start(amp)
-    scaler, before = scaler_of(amp), weights(model)
-    for count in (1, 2):
-        optimizer.zero_grad()
-        block(amp, model, optimizer, factor, delay_overflow_check=True)
-        optimizer.step()
-        assert scaler.update_scale() is (factor == INF)
-        assert scaler.loss_scale() == 2.0 ** (16 - count if factor == INF else 16)
-        assert scaler._unskipped == (0 if factor == INF else count)
-    assert moved(model, before) == (factor == 1.0)
-
-
 def test_update_scale_may_be_replaced_in_the_class_and_of_a_static_scale(amp, monkeypatch):
     from apex.amp.scaler import LossScaler
 
@@ -476,13 +390,6 @@ def test_update_scale_may_be_replaced_in_the_class_and_of_a_static_scale(amp, mo
     block(amp, model, optimizer)
     optimizer.step()
     assert asked == [scaler_of(amp)] and not moved(model, before)
-
-
-def test_a_floor_of_none_is_the_least_there_is(amp):
-    start(amp)
-    scaler_of(amp)._min_loss_scale = 4.0
-    scaler_of(amp)._min_loss_scale = None
-    assert scaler_of(amp)._min_loss_scale == 2.0**-24
 
 
 def test_a_pickled_scaler_goes_on(amp):

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import Operators
 from small_training import Made
 from torch import nn
 
@@ -66,17 +65,14 @@ def three_exps(model):
         torch.exp(torch.ones(4, dtype=HALF))
 
 
-def banned(model):
-    F.binary_cross_entropy(torch.full((4,), 0.5, dtype=HALF), torch.ones(4, dtype=HALF))
-
-
 COUNTED = {  # the model, what is called, the function, and its calls, casts, cached and bytes
     "a weight twice": (tied, lambda m: m(torch.ones(1, 4)), "linear", (2, 2, 1, 40)),
     "outside": (lambda: nn.Linear(4, 4), outside_of_a_forward, "linear", (3, 6, 0, 120)),
     "to FP32": (tied, three_exps, "torch.exp", (3, 1, 0, 16)),
     "promoted": (tied, lambda m: torch.addcmul(torch.ones(4, dtype=HALF), *torch.ones(2, 4)),
                  "addcmul", (1, 1, 0, 16)),
-    "banned": (tied, banned, "binary_cross_entropy", (1, 2, 0, 32)),
+    "banned": (tied, lambda m: F.binary_cross_entropy(*torch.full((2, 4), 0.5, dtype=HALF)),
+               "binary_cross_entropy", (1, 2, 0, 32)),
     "the user's": (tied, lambda m: doubled(torch.ones(4)), "doubled", (1, 1, 0, 8)),
 }  # fmt: skip
 
@@ -88,20 +84,6 @@ def test_calls_casts_and_bytes(make, call, name, counts):
         call(model)
     [calls] = [calls for key, calls in report.functions.items() if key.endswith(name)]
     assert (calls.calls, calls.casts, calls.cached, calls.bytes) == counts
-
-
-def test_the_numbers_agree_with_the_cache_and_the_dtypes_on_the_way():
-    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
-    before = ampatch.cache_info()
-    with ampatch.report(model) as report, Operators() as operators, torch.no_grad():
-        for _ in range(3):
-            model(torch.ones(2, 8)).softmax(-1)
-    after = ampatch.cache_info()
-    casts = operators.seen.count(torch.ops.aten._to_copy.default)
-    assert sum(calls.casts for calls in report.functions.values()) == casts > 0
-    cached = sum(calls.cached for calls in report.functions.values())
-    assert report.batches.batches == 2  # the second forward begins with one, and the third
-    assert cached == after.hits - before.hits == 8
 
 
 def test_a_bounce_is_found_also_through_a_view():
@@ -141,24 +123,6 @@ def test_dtypes_of_modules(level, takes, gives):
     assert (bool(casting), bool(rest)) == ((True, True) if level == "O1" else (False, False))
 
 
-def test_other_models_are_left_out_and_none_takes_all():
-    mine, other = initialized(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)
-    with ampatch.report(mine) as report:
-        other(mine(torch.ones(1, 2)).float())
-    assert set(report.modules) == {"", "0"}
-    with ampatch.report() as report:
-        other(mine(torch.ones(1, 2)).float())
-    assert set(report.modules) == {"Sequential", "Sequential.0", "Linear"}
-
-
-def test_nothing_in_half_is_said():
-    model = nn.Linear(8, 8)
-    with ampatch.report(model) as report:
-        model(torch.ones(1, 8))
-    assert len(report.advice()) == 1 and "Nothing ran in half precision" in report.advice()[0]
-    assert "No function that ampatch casts was called" in str(report)
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -177,7 +141,10 @@ def test_why_nothing_was_in_half(settings, why):
         with ampatch.disable_casts():
             model(torch.ones(1, 8))
         ampatch.deactivate()
-    assert len(report.advice()) == 1 and why in report.advice()[0]
+    [advice] = report.advice()
+    assert "Nothing ran in half precision" in advice and why in advice
+    is_called = why.startswith("casts are off")
+    assert is_called != ("No function that ampatch casts was called" in str(report))
 
 
 def test_an_exception_in_a_call_does_not_shift_the_counts():
@@ -243,9 +210,10 @@ def test_code_that_is_compiled_under_a_report_runs_as_without():
 def test_two_models_of_one_class_are_counted_apart():
     """A GAN's; modules without weights, made anew in each step, are one."""
     generator, critic = (initialized(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(2))
-    with ampatch.report() as report:
+    with ampatch.report() as report, ampatch.report(generator) as own:
         for _ in range(3):
             nn.MSELoss()(critic(generator(torch.ones(2, 4))).float(), torch.ones(2, 4))
     calls = {name: use.calls for name, use in report.modules.items()}
     both = {f"Sequential{n}{part}": 3 for n in ("", "#2") for part in ("", ".0", ".1")}
     assert calls == {**both, "MSELoss": 3}
+    assert set(own.modules) == {"", "0", "1"}

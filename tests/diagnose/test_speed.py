@@ -32,10 +32,6 @@ def machine(monkeypatch):
     return pretend
 
 
-def verdicts() -> dict[torch.dtype, str]:
-    return {timed.dtype: timed.verdict for timed in speed.measure("cpu")}
-
-
 @pytest.mark.parametrize("stalled", [0.0, 0.6])
 @pytest.mark.parametrize(
     ("times", "expected", "fast"),
@@ -49,7 +45,7 @@ def verdicts() -> dict[torch.dtype, str]:
 def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalled, machine):
     seconds = dict(zip((torch.float32, *speed.HALF_DTYPES), (1e-3, *(1e-3 * t for t in times))))
     machine(seconds, stalled)
-    of_types = verdicts()
+    of_types = {timed.dtype: timed.verdict for timed in speed.measure("cpu")}
     assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
     assert of_types[torch.float32] == "tie"
     types = speed.half_speeds("cpu")

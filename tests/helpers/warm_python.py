@@ -9,11 +9,9 @@ with `subprocess`.
 """
 
 import atexit
-import contextlib
 import functools
 import os
 import pickle
-import pty
 import signal
 import socket
 import subprocess
@@ -165,22 +163,6 @@ def python(
                 raise
         written = [_text_of(file) for file in (out, err)]
     return subprocess.CompletedProcess([sys.executable, *arguments], status, *written)
-
-
-def on_a_terminal(
-    *arguments: object, cwd: object = None, env: dict[str, str] | None = None
-) -> tuple[str, int]:
-    """What such a process writes on a pseudo-terminal of its own, and its exit status."""
-    ours, theirs = pty.openpty()
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = start(*arguments, cwd=cwd, env={**(env or environment()), "TERM": "xterm"}, **streams)
-    os.close(theirs)
-    parts = []
-    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-        while part := os.read(ours, 4096):
-            parts.append(part)
-    os.close(ours)
-    return b"".join(parts).decode(), process.wait()
 
 
 def _text_of(file: Any) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from framework_runs import Plan, Run, batches, network, optimizer_of
 from ignite.engine import Engine, Events, supervised_training_step
 from ignite.handlers import Checkpoint, DiskSaver
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import ampatch
@@ -50,17 +50,13 @@ def _step(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
         return ignite.supervised_training_step(
             model, optimizer, F.cross_entropy, clip=clip, **count
         )
+
+    def clip_first(*_: Any) -> None:
+        clip(model.parameters())
+
     if clip is not None:
-        optimizer.register_step_pre_hook(partial(_clip_first, clip, model))
+        optimizer.register_step_pre_hook(clip_first)
     if plan.precision == "amp":  # ignite's own enters autocast for CUDA alone
-        count["model_fn"] = partial(_under_autocast, getattr(torch, plan.dtype))
+        region = torch.autocast("cpu", dtype=getattr(torch, plan.dtype))
+        count["model_fn"] = lambda model, inputs: region(model)(inputs).float()
     return supervised_training_step(model, optimizer, F.cross_entropy, **count)
-
-
-def _under_autocast(dtype: torch.dtype, model: nn.Module, inputs: Any) -> Tensor:
-    with torch.autocast("cpu", dtype=dtype):
-        return model(inputs).float()
-
-
-def _clip_first(clip: Callable, model: nn.Module, *_: Any) -> None:
-    clip(model.parameters())

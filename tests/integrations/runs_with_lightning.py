@@ -1,20 +1,20 @@
 """Training runs with Lightning's Trainer, for the law of frameworks."""
 
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 import torch.nn.functional as F
-from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
-from lightning.fabric.plugins.environments import LightningEnvironment
+from framework_runs import BATCH, Plan, Run, batches, network, optimizer_of
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, Subset
+from runs_with_fabric import settings_of
+from torch.utils.data import DataLoader
 
 from ampatch.integrations.lightning import AmpatchPrecision
+
+CHECKPOINT = "lightning.ckpt"
 
 
 class Training(pl.LightningModule):
@@ -34,7 +34,7 @@ class Training(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if index + 1 == self.plan.stop_after:
-            self.trainer.save_checkpoint(_checkpoint(self.plan))
+            self.trainer.save_checkpoint(self.plan.folder / CHECKPOINT)
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> Any:
@@ -59,23 +59,10 @@ class Batches(DataLoader):
 
 
 def run(plan: Plan) -> Run:
-    training, data = Training(plan), dataset()
-    precision: dict[str, Any] = {"precision": "32-true"}
-    if plan.precision == "amp":
-        name = "16-mixed" if plan.dtype == "float16" else "bf16-mixed"  # by name: not on a CPU
-        precision = {"plugins": [MixedPrecision(name, "cpu")]}
-    elif plan.precision == "ampatch":
-        plugin = AmpatchPrecision(**plan.settings)
-        precision = {"plugins": [plugin]}
-    if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        precision["strategy"] = DDPStrategy(cluster_environment=LightningEnvironment())
-        precision["devices"] = world
-        data = Subset(data, range(rank, len(data), world))
+    training = Training(plan)
+    settings = settings_of(plan, MixedPrecision, AmpatchPrecision, DDPStrategy)
     trainer = pl.Trainer(
-        **{"devices": 1, **precision},
-        accelerator="cpu",
+        **settings,
         max_epochs=1,
         accumulate_grad_batches=plan.accumulate,
         gradient_clip_val=plan.clip,
@@ -85,12 +72,8 @@ def run(plan: Plan) -> Run:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = Batches(data, batch_size=BATCH)
-    trainer.fit(training, batches, ckpt_path=_checkpoint(plan) if plan.resume else None)
-    scales = plugin.state_dict() if plan.precision == "ampatch" else {}
+    loader = Batches(batches().dataset, batch_size=BATCH)
+    trainer.fit(training, loader, ckpt_path=str(plan.folder / CHECKPOINT) if plan.resume else None)
+    scales = settings["plugins"][0].state_dict() if plan.precision == "ampatch" else {}
     scale = scales.get("loss_scaler0", {"loss_scale": 1.0})["loss_scale"]
     return Run(training.losses, training.net.state_dict(), scale)
-
-
-def _checkpoint(plan: Plan) -> str:
-    return str(plan.folder / "lightning.ckpt")

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from framework_runs import BATCH, Plan, Run, dataset, network, optimizer_of
 from runs_with_accelerate import name_rank
 from torch.nn import functional
-from torch.utils.data import SequentialSampler
+from torch.utils.data import SequentialSampler, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ampatch.integrations.transformers import AmpatchTrainerMixin
@@ -48,17 +48,25 @@ class StopAndSave(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+@contextmanager
+def ranks_in_the_environment() -> Iterator[None]:
+    """accelerate asks the environment which rank this is, as torchrun sets it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with mock.patch.dict(os.environ):
+        if dist.is_initialized():
+            name_rank()
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
+    return dict(zip(("inputs", "labels"), default_collate(rows), strict=True))
+
+
+@ranks_in_the_environment()
 def run(plan: Plan) -> Run:
     if plan.precision == "amp" and plan.dtype == "float16":
         raise NotImplementedError("transformers has no fp16=True on a CPU")
-    with ranks_in_the_environment():
-        try:
-            return _run(plan)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _run(plan: Plan) -> Run:
     arguments = TrainingArguments(
         output_dir=str(plan.folder),
         use_cpu=True,
@@ -91,18 +99,3 @@ def _run(plan: Plan) -> Run:
     )
     trainer.train(resume_from_checkpoint=plan.resume)
     return plan.end(trainer.losses, model.state_dict())
-
-
-def _collate(rows: list[tuple]) -> dict[str, torch.Tensor]:
-    inputs, labels = zip(*rows, strict=True)
-    return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
-
-
-@contextmanager
-def ranks_in_the_environment() -> Iterator[None]:
-    """accelerate asks the environment which rank this is, as torchrun sets it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ):
-        if dist.is_initialized():
-            name_rank()
-        yield

@@ -20,7 +20,7 @@ import pytest
 import torch
 from framework_runs import BATCHES, Plan
 from page_readers import beginning
-from pages import Snippet, snippets
+from pages import snippets
 from repository import DOCS
 from torch import nn
 from watched_runs import Watched, watched, watched_on_rank
@@ -115,24 +115,26 @@ def assert_quiet(results: Watched, beside: Watched) -> None:
     assert said - set(beside.said) == set()
 
 
-def scale_of(level: str, half: str) -> float:
-    return 1024.0 if half == "float16" and level in ("O1", "O2") else 1.0
+def assert_trained(actual: Watched, expected: Watched, level: str, half: str, count: int) -> None:
+    """As in FP32, with `count` batches, in the dtypes of the level and at its loss scale."""
+    assert len(actual.run.losses) == count
+    if level == "O0":
+        assert_same(actual, expected.run.losses, expected)
+    else:
+        assert_near(actual, expected, level, half)
+    assert_computed_in(actual, level, half)
+    assert_quiet(actual, expected)
+    is_scaled = half == "float16" and level in ("O1", "O2")
+    assert actual.run.loss_scale == (1024.0 if is_scaled else 1.0)
 
 
 @cases(*KINDS)
 def test_training(runs, framework, kind, level, half):
     expected = runs("float32", **KINDS[kind])
     actual = runs("ampatch", opt_level=level, dtype=half, **KINDS[kind])
-    assert len(actual.run.losses) == BATCHES
-    if level == "O0":
-        assert_same(actual, expected.run.losses, expected)
-    else:
-        assert_near(actual, expected, level, half)
-        if half == "bfloat16" or framework not in NO_OWN_FLOAT16:
-            assert_near(actual, runs("amp", dtype=half, **KINDS[kind]), level, half)
-    assert_computed_in(actual, level, half)
-    assert_quiet(actual, expected)
-    assert actual.run.loss_scale == scale_of(level, half)
+    assert_trained(actual, expected, level, half, BATCHES)
+    if level != "O0" and (half == "bfloat16" or framework not in NO_OWN_FLOAT16):
+        assert_near(actual, runs("amp", dtype=half, **KINDS[kind]), level, half)
 
 
 def test_switched_off_it_is_the_framework_in_fp32(runs, framework, tmp_path, monkeypatch):
@@ -188,14 +190,7 @@ def test_two_ranks(pairs, kind, level, half):
     expected = pairs("float32")
     actual = pairs("ampatch", opt_level=level, dtype=half)
     for mine, in_float32 in zip(actual, expected, strict=True):
-        assert len(mine.run.losses) == BATCHES // 2
-        if level == "O0":
-            assert_same(mine, in_float32.run.losses, in_float32)
-        else:
-            assert_near(mine, in_float32, level, half)
-        assert_computed_in(mine, level, half)
-        assert_quiet(mine, in_float32)
-        assert mine.run.loss_scale == scale_of(level, half)
+        assert_trained(mine, in_float32, level, half, BATCHES // 2)
     first, other = (mine.run for mine in actual)
     assert first.losses != other.losses
     trained = [name for name in first.weights if "running" not in name]  # DDP leaves BatchNorm's be
@@ -209,15 +204,10 @@ def test_the_runs_tell_their_kinds_apart(runs):
         assert max(abs(a - b) for a, b in zip(plain, other, strict=True)) > 0.3
 
 
-@pytest.fixture
-def snippet(framework, tmp_path, monkeypatch) -> Snippet:
-    """What the framework's page in docs/frameworks/ shows."""
-    monkeypatch.chdir(tmp_path)  # there they write their checkpoints
+def test_the_snippet_of_the_page_trains(framework, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # there it writes its checkpoints
     page = "lightning" if framework == "fabric" else framework
-    return snippets(DOCS / "frameworks" / f"{page}.md")[framework == "fabric"]
-
-
-def test_the_snippet_of_the_page_trains(framework, snippet):
+    snippet = snippets(DOCS / "frameworks" / f"{page}.md")[framework == "fabric"]
     names = beginning(framework)
     modules = [value for value in names.values() if isinstance(value, nn.Module)]
     before = [copy.deepcopy(module.state_dict()) for module in modules]

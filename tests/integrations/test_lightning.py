@@ -2,7 +2,6 @@
 
 import logging
 import pickle
-import warnings
 from typing import Any
 
 import lightning.pytorch
@@ -23,19 +22,16 @@ pl = lightning.pytorch
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
+pytestmark = [  # Lightning's, about itself and small data
+    pytest.mark.filterwarnings(f"ignore:.*{message}")
+    for message in ("LeafSpec", "does not have many workers", "should be consumed")
+]
+
+
 @pytest.fixture(autouse=True)
-def quiet():
-    """Lightning's warnings about itself and small data, and its log."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        for message in (".*LeafSpec", ".*does not have many workers", ".*should be consumed"):
-            warnings.filterwarnings("ignore", message)
-        yield
-    for first, level in zip(loggers, before, strict=True):
-        first.setLevel(level)
+def quiet(caplog):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        caplog.set_level(logging.ERROR, name)
 
 
 def module_class(package: Any = pl) -> Any:

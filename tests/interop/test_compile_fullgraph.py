@@ -33,10 +33,6 @@ def calls(function, *shape):
     return Made(lambda self, x: function(x, self.weight), weight=weight)
 
 
-def after(layer, *layers):
-    return nn.Sequential(layer, *layers)
-
-
 CASES = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), (2, 3, 8)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3, padding="same"), (2, 3, 6, 6)),
@@ -44,13 +40,13 @@ CASES = {
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(3, 4, 3), (2, 3, 8)),
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(3, 4, 3), (2, 3, 4, 4, 4)),
-    "batch_norm": (lambda: after(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 6, 6)),
-    "group_norm": (lambda: after(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (2, 3, 6, 6)),
-    "layer_norm": (lambda: after(nn.Linear(4, 6), nn.LayerNorm(6)), (3, 4)),
-    "softmax": (lambda: after(nn.Linear(4, 6), nn.Softmax(-1)), (3, 4)),
+    "batch_norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 6, 6)),
+    "group_norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (2, 3, 6, 6)),
+    "layer_norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), (3, 4)),
+    "softmax": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1)), (3, 4)),
     "torch.softmax": (lambda: calls(lambda x, w: torch.softmax(F.linear(x, w), -1), 6, 4), (3, 4)),
     "layers": (
-        lambda: after(
+        lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.LayerNorm(4), nn.Flatten(),
             nn.Linear(64, 5),
         ),
@@ -117,10 +113,7 @@ TRACED_AGAIN = (  # by AOTAutograd, which calls what is in Dynamo's graph: rules
 
 @pytest.mark.parametrize(
     "cases, backend",
-    [
-        *(([*CASES][first::3], "eager") for first in range(3)),
-        (TRACED_AGAIN, "aot_eager"),
-    ],
+    [*(([*CASES][first::3], "eager") for first in range(3)), (TRACED_AGAIN, "aot_eager")],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_compiled_equals_eager(cases, backend):

@@ -1,4 +1,7 @@
-"""Gradients of single weights: a pass for the head reaches the head, as under torch.autocast."""
+"""Gradients of single weights: a pass for the head reaches the head, as under torch.autocast.
+
+Which gradients these are: `laws/situations_gradients.py`.
+"""
 
 import gc
 import weakref
@@ -12,8 +15,6 @@ from torch import nn
 from torch.autograd import grad as grad_by_name
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
-
-import ampatch
 
 H = torch.bfloat16
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -119,20 +120,6 @@ def test_a_pass_for_the_head_runs_the_operators_that_it_runs_under_autocast(leve
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_another_loss_goes_through_the_trunk_afterwards(level):
-    """In the first step too, in which the weights share a node."""
-    model, plain = trained(level), autocast()
-    for _ in range(3):
-        for net in (model, plain):
-            net.zero_grad()
-            head, side, hidden = net(X)
-            torch.autograd.grad(of(head), net.head.weight)
-            torch.autograd.grad(of(side), net.side.weight)
-            of(hidden).backward()
-        assert torch.equal(model.trunk[0].weight.grad, plain.trunk[0].weight.grad)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_hooks_between_run_once_and_retained_gradients_are_those_of_one_pass(level):
     model, plain = asked(level), autocast()
     calls: list = []
@@ -158,54 +145,6 @@ def test_reentrant_checkpoints_between_do_not_refuse(level):
     (results,) = torch.autograd.grad(of(head), model.head.weight, retain_graph=True)
     of(head).backward()
     assert torch.equal(results, model.head.weight.grad)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    "options",
-    [{"create_graph": True}, {"is_grads_batched": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_second_derivatives_and_batches_of_gradients(level, options):
-    model, plain, results = asked(level), autocast(), []
-    for net in (model, plain):
-        net.zero_grad()
-        head = net(X)[0].float()
-        up = torch.stack([torch.ones_like(head), head.detach()])
-        up = up if "is_grads_batched" in options else up[0]
-        (grad,) = torch.autograd.grad(head.pow(2), net.head.weight, up, **options)
-        if "create_graph" in options:
-            grad.pow(2).sum().backward()
-            results.append([grad, *[weight.grad for weight in net.trunk.parameters()]])
-        else:
-            results.append([grad])
-    for ours, other in zip(*results, strict=True):
-        assert ours.dtype == torch.float32 and torch.equal(ours, other)
-
-
-def adaptive_weight(model: Net, x) -> torch.Tensor:
-    """As VQGAN weighs its adversarial loss: by two gradients of the last layer."""
-    head, side, _ = model(x)
-    nll, adversarial = of(head - x), of(head) + of(side)
-    grads = [
-        torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0]
-        for loss in (nll, adversarial)
-    ]
-    weight = (grads[0].norm() / (grads[1].norm() + 1e-4)).clamp(0, 1e4).detach()
-    return nll + weight * adversarial
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_losses_that_are_weighed_by_gradients_train_as_under_autocast(level):
-    model, plain = trained(level), autocast()
-    for net in (model, plain):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            adaptive_weight(net, X).backward()
-            optimizer.step()
-    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3 if level == "O2" else 0)
 
 
 WAYS = {
@@ -356,17 +295,6 @@ def test_a_compiled_function_that_asks(level):
     torch.compiler.reset()
 
 
-def test_after_deactivate_torch_is_as_before():
-    before = torch.autograd.grad, torch.autograd.backward, grad_by_name
-    model = trained("O1")
-    assert torch.autograd.grad is grad_by_name is not before[0]
-    assert torch.autograd.backward is not before[1]
-    head = model(X)[0]
-    ampatch.deactivate()
-    assert (torch.autograd.grad, torch.autograd.backward, grad_by_name) == before
-    torch.autograd.grad(of(head), model.head.weight)
-
-
 def test_wrong_calls_are_torchs_errors():
     model = trained("O1")
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'inputs'"):
@@ -385,38 +313,3 @@ def test_requests_keep_nothing_alive():
     model.seen = []
     del head
     assert watched() is None or (gc.collect() and watched() is None)
-
-
-def test_natively_gradients_have_the_bits_of_the_python_way(same_bits_with_native):
-    results = same_bits_with_native(
-        """
-        from torch import nn
-        import ampatch
-
-        every = {}
-        for level in ("O1", "O2"):
-            torch.manual_seed(0)
-            layers = [nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6)]
-            model = nn.Sequential(*layers)
-            model[0].bias.requires_grad_(False)
-            model[3].weight.register_hook(lambda grad: grad * 2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            ampatch.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
-            x, rows = torch.randn(5, 6), []
-            for step in range(4):
-                optimizer.zero_grad()
-                loss = model(x).float().pow(2).mean()
-                asked = torch.autograd.grad(loss, model[3].bias, retain_graph=True)[0]
-                (double,) = torch.autograd.grad(loss, model[0].weight, create_graph=True)
-                (loss + double.pow(2).sum()).backward()
-                rows += [asked, double.detach(), *[p.grad for p in model.parameters()]]
-                optimizer.step()
-            batch = torch.ones(3, 5, 6)
-            rows.append(torch.autograd.grad(
-                model(x).float(), model[3].bias, batch, is_grads_batched=True)[0])
-            every[level] = rows
-            ampatch.deactivate()
-        torch.save(every, sys.argv[1])
-        """
-    )
-    assert all(len(rows) > 20 for rows in results.values())

@@ -30,7 +30,7 @@ def detached_and_zeroed(p):
     p.grad.data.zero_()
 
 
-RESETS = {
+RESETS = {  # actions of `programs.py`
     "by the model": lambda amp, model, optimizer: model.zero_grad(),
     "to zeros": lambda amp, model, optimizer: optimizer.zero_grad(set_to_none=False),
     "to None, the commonest old idiom": for_each_gradient(to_none),
@@ -39,34 +39,10 @@ RESETS = {
 }
 
 
-@situation()
-def gradients_are_reset(amp):
-    """Two backward passes; a reset in between throws the first one's gradients away."""
-    model, optimizer = amp.start(mlp())
-    for reset in each(amp, RESETS):
-        for x, y in batches(2):
-            amp.backward(mse(model(-x), y), optimizer)
-            reset(amp, model, optimizer)
-            amp.backward(mse(model(x), y), optimizer)
-            optimizer.step()
-            reset(amp, model, optimizer)
-
-
-def logged(amp, model, optimizer):
-    """`p.grad` is there for code between the block and the step."""
-    for p in model.parameters():
-        assert p.grad is not None, "no gradient to log"
-        amp.record(p.grad.float().norm())
-
-
 def listed(amp, model, optimizer):
     grads = [p.grad for p in model.parameters()]
     amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
     torch._foreach_mul_(grads, 0.5)
-
-
-def clipped_by_norm(amp, model, optimizer):
-    amp.record(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 def clipped_in_a_loop_over_masters(amp, model, optimizer):
@@ -87,13 +63,7 @@ def replaced(p):
 
 
 CHANGES = {
-    "norms are logged": logged,
-    "clipped by norm": clipped_by_norm,
-    "clipped by value": lambda amp, model, optimizer: torch.nn.utils.clip_grad_value_(
-        model.parameters(), 0.01
-    ),
     "clipped in a loop over masters": clipped_in_a_loop_over_masters,
-    "averaged by hand": for_each_gradient(lambda p: p.grad.mul_(0.25)),
     "averaged through data": for_each_gradient(lambda p: p.grad.data.div_(4)),
     "centralized": for_each_gradient(centralized),
     "replaced": for_each_gradient(replaced),
@@ -111,28 +81,8 @@ def gradients_are_changed_before_the_step(amp):
 
 
 @situation()
-def gradients_written_by_hand(amp):
-    """No backward at all (an evolution strategy's, another framework's, `autograd.grad`'s), and
-    what is there before a block is added to, not scaled."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    params = list(model.parameters())
-    for number, (x, y) in enumerate(batches(3)):
-        for p in params:
-            p.grad = torch.full_like(p, 0.25 * (number + 1))
-        optimizer.step()
-        optimizer.zero_grad()
-        for p, g in zip(params, torch.autograd.grad(mse(model(x), y), params)):
-            p.grad = g
-        optimizer.step()
-        for p in params:
-            p.grad = torch.full_like(p, 0.125)
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
-
-
-@situation()
 def a_part_without_gradients(amp):
-    """One head is used in every other batch."""
+    """One head is used in every other batch; hooks on it see nothing of the others."""
 
     class TwoHeads(Block):
         turn = 0
@@ -142,10 +92,16 @@ def a_part_without_gradients(amp):
             x = self.encode(x)
             return self.head(x if self.turn % 2 else self.second(x))
 
-    model, optimizer = amp.start(TwoHeads(), PLAIN)
-    for x, y in batches(5):
-        amp.step(mse(model(x), y), optimizer)
-        amp.record(model.second.weight.grad is None)
+    (model, optimizer), calls = amp.start(TwoHeads(), PLAIN), []
+    for number, (x, y) in enumerate(batches(7)):
+        if number == 4:
+            model.second.weight.register_hook(lambda grad: calls.append(grad) and None)
+            model.second.weight.register_post_accumulate_grad_hook(calls.append)
+        loss, weights = mse(model(x), y), list(model.parameters())
+        grads = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
+        amp.record(*[grad is None for grad in grads])
+        amp.step(loss, optimizer)
+        amp.record(model.second.weight.grad is None, len(calls))
 
 
 @situation("O1 O2", halves="fp16")
@@ -174,12 +130,35 @@ def gradients_kept_by_reference(amp):
             amp.record(*grads)
 
 
-@situation()
-def sparse_embedding_gradients(amp):
-    model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
+class Trunk(Block):
+    def forward(self, x):
+        x = torch.tanh(self.second(self.encode(x)))
+        return self.head(x), x
+
+
+@situation("O1 O2")
+def gradients_of_a_single_weight(amp):
+    """As VQGAN weighs its losses by those of the last layer; a loss of the trunk comes after it.
+
+    In the first step the weights share a node.  A batch of gradients, and second derivatives."""
+    model, optimizer = amp.start(Trunk(), PLAIN)
+    weight = model.head.weight
     for x, y in batches(4):
-        words = (x[:, 0].abs() * 3).long().clamp(max=9)
-        amp.step(mse(model(words), y), optimizer)
+        out, _ = model(x)
+        (grad,) = torch.autograd.grad(mse(out, y), weight, retain_graph=True)
+        (other,) = torch.autograd.grad(mse(out, -y), weight, retain_graph=True)
+        amp.record(grad, other)
+        for asked in (weight, list(model.parameters())):
+            up = torch.eye(2).repeat(1, 6).view(2, 6, 2).to(out.dtype)
+            amp.record(
+                *torch.autograd.grad(out, asked, up, is_grads_batched=True, retain_graph=True)
+            )
+        amp.step(mse(out, y) + grad.norm() / (other.norm() + 1e-4) * mse(out, -y), optimizer)
+        (grad,) = torch.autograd.grad(mse(model(x)[0], y), weight, create_graph=True)
+        amp.step(grad.square().sum(), optimizer)
+        out, hidden = model(x)
+        amp.record(*torch.autograd.grad(mse(out, y), weight))
+        amp.step(hidden.float().square().mean(), optimizer)
 
 
 @situation("O1 O2")
@@ -194,16 +173,18 @@ def sparse_gradients_that_overflow_or_wait(amp):
         optimizer.step()
 
 
-@situation("O1 O2")
-def sparse_embedding_with_a_hook_and_asked_for_alone(amp):
+@situation(cases={"": 9})
+@situation("O1 O2", cases={"with_a_hook_and_asked_for_alone": 2})
+def sparse_embedding_gradients(amp, case):
     model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
     weight = model[0].weight
     for number, (x, y) in enumerate(batches(4)):
-        if number == 2:
+        if number == case:
             weight.register_hook(lambda grad: grad * 1)
         words = (x[:, 0].abs() * 3).long().clamp(max=9)
         amp.step(mse(model(words), y), optimizer)
-        amp.record(torch.autograd.grad(mse(model(words), y), weight)[0].to_dense())
+        if case < 4:
+            amp.record(torch.autograd.grad(mse(model(words), y), weight)[0].to_dense())
 
 
 @situation("O1 O2")

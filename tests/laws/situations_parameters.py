@@ -4,35 +4,9 @@ import copy
 
 import torch
 from drivers import SGD
-from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
+from situations import batches, each, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-
-
-@situation()
-def freezing_and_unfreezing(amp):
-    """What is frozen from the start has no master; from when it trains it has."""
-    net = mlp()
-    net[0].requires_grad_(False)
-    model, optimizer = amp.start(net)
-    for number, (x, y) in enumerate(batches(7)):
-        model[0].requires_grad_(number not in (0, 1, 4, 5))
-        model[2].requires_grad_(number != 3)
-        amp.step(mse(model(x), y), optimizer)
-        look(amp, model)
-        amp.record(*model.parameters())
-
-
-@situation()
-def a_group_added_later(amp):
-    """A frozen body joins with its own learning rate."""
-    net = mlp()
-    net[0].requires_grad_(False)
-    model, optimizer = amp.start(net, lambda params: SGD([p for p in params if p.requires_grad]))
-    plain_loop(amp, model, optimizer, 2)
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
-    plain_loop(amp, model, optimizer, 3)
 
 
 @situation()
@@ -40,6 +14,56 @@ def tied_weights(amp):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
     net[2].weight = net[0].weight
     trained(amp, net, count=4)
+
+
+def one_model_and_two_optimizers():
+    model = mlp()
+    return [model, model], [SGD(model[0].parameters()), SGD(model[2].parameters())]
+
+
+def two_models_and_one_optimizer():
+    models = [mlp(0), mlp(1)]
+    return models, [SGD(nn.ModuleList(models).parameters())] * 2
+
+
+def a_layer(optimizer_too=False):
+    first, second = mlp(0), mlp(1)
+    second[0] = first[0]
+    of_both = [SGD(nn.ModuleList([first, second]).parameters())] * 2
+    return [first, second], (
+        of_both if optimizer_too else [SGD(first.parameters()), SGD(second[2].parameters())]
+    )
+
+
+def a_model_in_another():
+    inner, last = mlp(), nn.Linear(2, 2)
+    models = [inner, nn.Sequential(inner, nn.Tanh(), last)]
+    return models, [SGD(inner.parameters()), SGD(last.parameters())]
+
+
+SHARED = {
+    "one_model": one_model_and_two_optimizers,
+    "one_optimizer": two_models_and_one_optimizer,
+    "a_layer": a_layer,
+    "a_layer_and_an_optimizer": lambda: a_layer(optimizer_too=True),
+    "a_model_in_another": a_model_in_another,
+}
+
+
+@situation("O1 O2", cases=SHARED, halves="bf16", against="FP32", within=2e-2)
+def two_calls_share(amp, case):
+    """Of `initialize`, in both orders and once more.  If a weight were two: 0.2 away."""
+    for order in ((1, 0), (0, 1, 0, 1)):
+        models, optimizers = case()
+        before = [param for model in models for param in model.parameters()]
+        drivers = amp, amp.another()
+        for index in order:
+            drivers[index].start(models[index], optimizers[index], loss_scale=1.0)
+        for x, y in batches(3):
+            for driver, model, optimizer in zip(drivers, models, optimizers):
+                driver.step(mse(model(x), y), optimizer)
+        after = [param for model in models for param in model.parameters()]
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(before, after, strict=True))
 
 
 CLOSE_TO_FP32 = {"within": 1e-2, "against": "FP32", "halves": "fp16"}
@@ -102,13 +126,9 @@ def gone_back_to_the_best(amp, model, optimizer):
 BETWEEN = {
     "a new head": with_a_new_head,
     "a layer reset": with_a_layer_reset,
-    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(
-        mlp(5, norm=True).state_dict()
-    ),
     "back to the best weights": gone_back_to_the_best,
     "momentum forgotten": lambda amp, model, optimizer: optimizer.state.clear(),
     "to the device it is on": lambda amp, model, optimizer: model.to(amp.device),
-    "initialized again": lambda amp, model, optimizer: amp.renew(),
 }
 
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from situations import Block, batches, each, look, mlp, mse, plain_loop, situation, trained
+from situations import PLAIN, Block, batches, each, look, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -103,12 +103,6 @@ def writes_while_a_graph_waits_by(amp, case):
         amp.step(mse(model(x), y), optimizer)
 
 
-@situation()
-def a_write_between_forward_and_step(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, on_gradients=lambda: model[0].weight.data[0].zero_())
-
-
 def swapped(model, values):
     """Put other values into the weights by `.data`; returns what was there."""
     was = [p.data.clone() for p in model.parameters()]
@@ -156,6 +150,38 @@ def clamp_by_data_within_the_forward(amp):
     for x, _ in batches(4):
         look(amp, model, x)
     plain_loop(amp, model, optimizer)
+
+
+class WritesWhatItHolds(Block):
+    """What `.data` gave is written into after the next use of the weight, too."""
+
+    def forward(self, x):
+        held = self.second.weight.data
+        held.clamp_(min=0)
+        x = self.second(x)
+        held.add_(0.25)
+        return self.head(self.second(x))
+
+
+@situation("O1", against="FP32", within=2e-2)
+def written_through_data_that_the_forward_holds(amp):
+    """A stale copy is 0.4 away."""
+    trained(amp, WritesWhatItHolds())
+
+
+class FreezesItself(Block):
+    def forward(self, x):
+        self.turn = getattr(self, "turn", 0) + 1
+        self.second.requires_grad_(self.turn in (2, 4, 5))
+        return super().forward(x)
+
+
+@situation("O0 O1")
+def frozen_and_freed_within_the_forward(amp):
+    model, optimizer = amp.start(FreezesItself(), PLAIN)
+    for x, y in batches(6):
+        amp.step(mse(model(x), y), optimizer)
+        amp.record(*[param.grad is None for param in model.parameters()])
 
 
 CLAMPS = {

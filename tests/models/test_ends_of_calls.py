@@ -45,25 +45,6 @@ def is_outside():
 # Threads
 
 
-def leave(model):
-    raise SystemExit
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_thread_that_ends_in_a_forward_leaves_nothing(level):
-    model = start(level)
-    expected, model.inside = model(X), leave
-    thread = threading.Thread(target=model, args=(X,))
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    model.inside = nothing
-    for layer in (model.first, model.second):
-        assert all(type(p) is nn.Parameter and p.dtype is FP32 for p in layer._parameters.values())
-    assert torch.equal(model(X), expected) and torch.equal(model.first(X), model.first(X))
-
-
 @contextlib.contextmanager
 def running_in_another_thread(model, root=None):
     """Context manager: a forward of `root`, or of the model, is inside the model there."""
@@ -130,22 +111,16 @@ def test_what_is_called_while_a_model_runs_in_another_thread(what):
     assert net.first.weight.grad is not None and {p.dtype for p in root.parameters()} == {FP32}
 
 
-class Branches(nn.Module):
-    """Computes its submodules in threads."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+@pytest.mark.parametrize("level", LEVELS)
+def test_branches_in_threads(level):
+    """In the model's forward they are computed with its copies; in a submodule's: refused."""
 
     def forward(self, x):
         with ThreadPoolExecutor(2) as pool:
             return sum(pool.map(lambda layer: layer(x), self.layers))
 
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_branches_in_threads(level):
-    """In the model's forward they are computed with its copies; in a submodule's: refused."""
-    model = start(level, nn.Sequential(Branches(), nn.Linear(4, 2)))
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model = start(level, nn.Sequential(Made(forward, layers=layers), nn.Linear(4, 2)))
     branches, last = (copy.deepcopy(module).to(H) for module in model)
     expected = last(sum(layer(X.to(H)) for layer in branches.layers)).float()
     for _ in range(2):
@@ -154,16 +129,6 @@ def test_branches_in_threads(level):
             with pytest.raises(ampatch.AmpatchError, match="within a forward of the whole model"):
                 model[0](X)
         assert is_outside()
-
-
-def test_one_thread_after_the_other_may_call_the_model():
-    model = start()
-    expected = model(X)
-    for _ in range(3):
-        with ThreadPoolExecutor(1) as pool:
-            assert torch.equal(pool.submit(model, X).result(), expected)
-            pool.submit(lambda: model(X).sum().backward()).result()
-    assert model.first.weight.grad is not None
 
 
 def test_threads_may_call_a_model_whose_layers_another_call_has_in():
@@ -258,14 +223,8 @@ def test_children_that_are_forked_at_any_moment_of_forwards_in_another_thread():
 # Calls within calls
 
 
-class CallsItself(nn.Module):
-    """Its inner call may be interrupted, which the outer one survives."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4)
-        self.error = None
+def calls_itself(error=None):
+    """The innermost of its calls may raise, which the outer ones survive."""
 
     def forward(self, x, depth=2):
         if depth == 0 and self.error is not None:
@@ -275,12 +234,13 @@ class CallsItself(nn.Module):
                 x = self(x, depth - 1)
         return self.layer(x)
 
+    return Made(forward, layer=nn.Linear(4, 4), error=error)
+
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_model_that_calls_itself_and_is_interrupted_inside(level, error):
-    model = start(level, CallsItself())
-    model.error = error()
+    model = start(level, calls_itself(error()))
     output = model(X)
     with ampatch.disable_casts():
         weight, bias = model.layer.weight.to(H), model.layer.bias.to(H)
@@ -295,7 +255,7 @@ def test_a_model_that_calls_itself_and_is_interrupted_inside(level, error):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_hook_that_raises_comes_after_its_own_call(level):
     """And within that of the model's forward which has called the module."""
-    model, seen = CallsItself(), []
+    model, seen = calls_itself(), []
 
     def hook(module, args, output):
         seen.append((len(args), module.layer.weight.dtype))
@@ -309,15 +269,10 @@ def test_a_hook_that_raises_comes_after_its_own_call(level):
     assert seen == [(2, within), (2, within), (1, H if level == "O3" else FP32)] and is_outside()
 
 
-def around(inner):
-    """A model whose forward calls another one, which is no submodule of it."""
-    return Made(lambda self, x: self.inner[0](self.layer(x)), inner=[inner], layer=nn.Linear(4, 4))
-
-
 @pytest.mark.parametrize("apart", [False, True], ids=["one session", "two"])
 def test_disable_casts_reaches_a_model_that_another_one_calls(apart):
     inner = Net()
-    outer = around(inner)
+    outer = Made(lambda self, x: inner(self.layer(x)), layer=nn.Linear(4, 4))
     for models in ([inner], [outer]) if apart else ([outer, inner],):
         start("O1", models)
     with ampatch.disable_casts():
@@ -359,8 +314,7 @@ def test_a_forward_within_another_ones_keeps_no_copies():
     """Not those that the outer one has in the places of a module which both have."""
     shared, copies = nn.Linear(4, 4), []
     inner = nn.Sequential(shared, nn.Linear(4, 4))
-    outer = around(inner)
-    outer.layer = shared
+    outer = Made(lambda self, x: inner(self.layer(x)), layer=shared)
     start("O2", inner), start("O2", outer)
     shared.register_forward_hook(lambda *call: copies.append(weakref.ref(shared.weight)))
     outer(X)

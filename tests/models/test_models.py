@@ -116,8 +116,7 @@ def test_copies_are_plain_models_of_the_same_weights(opt_level, how):
     state = copied.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert dtypes(copied) == dtypes(model)
-    is_half = torch.float16 in set(dtypes(copied).values())
-    assert is_half is (opt_level == "O3")
+    assert (torch.float16 in set(dtypes(copied).values())) is (opt_level == "O3")
     own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
     assert not own & {t.data_ptr() for t in copied.parameters()}
     ampatch.deactivate()

@@ -62,8 +62,6 @@ def test_overrides_at_o1(overrides, expected):
 def test_overrides_of_a_function_without_a_row():
     start([], "O1", {torch.tanh: "float"}, patch_scope="process")
     assert torch.tanh(X.to(H)).dtype is torch.float32
-    ampatch.deactivate()
-    assert torch.tanh(X.to(H)).dtype is H
 
 
 def seeing(seen):
@@ -139,8 +137,7 @@ def test_overrides_of_functions_at_every_level(level):
     with DtypesOf(BMM, SOFTMAX, ADDMM) as ops:
         output = model(x)
     assert ops.seen == {BMM: {torch.float32}, SOFTMAX: {H}, ADDMM: {H}}
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(fast(x), output)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), output)
     before = model.q.weight.detach().clone()
     step(output.float().square().mean(), optimizer)
     assert not torch.equal(before, model.q.weight)

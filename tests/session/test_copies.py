@@ -1,10 +1,7 @@
-"""Managed models shared and saved; weights that are no plain tensors.
+"""Managed models saved; weights that are no plain tensors.
 
-Copies: tests/models/test_models.py.
+Copies: tests/models/test_models.py, tests/models/test_own_frames.py.
 """
-
-import copy
-import pickle
 
 import pytest
 import torch
@@ -22,54 +19,8 @@ H, FP32 = torch.bfloat16, torch.float32
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.softmax(self.layer(x), -1)
-
-
 def weights_in(level):
     return H if level == "O3" else FP32
-
-
-def start(level, model=None, **settings):
-    return managed(Net() if model is None else model, level, **settings)
-
-
-def test_a_shallow_copy_shares_weights_and_casts(opt_level):
-    """As in plain torch: attributes are the copy's own, what they refer to is shared."""
-    model, _ = start(opt_level)
-    twin = copy.copy(model)
-    twin.title = "twin"
-    assert twin.layer is model.layer and not hasattr(model, "title")
-    assert torch.equal(twin(X), model(X)) and twin(X).dtype is model(X).dtype
-    assert not {"__deepcopy__", "__reduce_ex__"} & set(vars(twin))
-    with torch.no_grad():
-        model.layer.weight.zero_()
-    assert torch.equal(twin(X), model(X))
-    ampatch.deactivate()
-    assert not twin._forward_hooks and not twin._forward_pre_hooks
-    assert torch.equal(twin(X), model(X))
-
-
-class PicklesItself(Net):
-    def __getstate__(self):
-        return [self.layer]
-
-    def __setstate__(self, state):
-        nn.Module.__init__(self)
-        self.layer = state[0]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_model_with_its_own_state(opt_level, copied):
-    loaded, kept = copied(start(opt_level, PicklesItself())[0]), weights_in(opt_level)
-    assert loaded.layer.weight.dtype is kept and not loaded._forward_hooks
-    assert loaded(X.to(kept)).dtype is kept or opt_level == "O1"
 
 
 READER = """
@@ -98,7 +49,7 @@ def test_saved_models_and_checkpoints_load_where_ampatch_is_not(tmp_path):
     plain = {}
     for level in LEVELS:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Softmax(-1))
-        model, optimizer = start(level, model, kind=torch.optim.Adam)
+        model, optimizer = managed(model, level, kind=torch.optim.Adam)
         train(model, optimizer, (X, X))
         torch.save(model.eval(), tmp_path / f"{level}.pt")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -113,17 +64,16 @@ def test_saved_models_and_checkpoints_load_where_ampatch_is_not(tmp_path):
 
 def test_wrapper_subclasses_as_weights(opt_level):
     """O2 and O3 could change the wrapper's dtype but not what it wraps: refused."""
-    model = Net()
-    weight = model.layer.weight.detach()
-    model.layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    model = nn.Sequential(layer := nn.Linear(4, 4))
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
     if opt_level in ("O2", "O3"):
-        with pytest.raises(AmpatchError, match=r"Net.*'layer.weight', a TwoTensor.*O1"):
-            start(opt_level, model)
-        assert model.layer.weight.dtype is model.layer.weight.a.dtype is FP32
+        with pytest.raises(AmpatchError, match=r"Sequential.*'0.weight', a TwoTensor.*O1"):
+            managed(model, opt_level)
+        assert layer.weight.dtype is layer.weight.a.dtype is FP32
         assert not open_sessions() and not model._forward_hooks
         return
-    start(opt_level, model)
-    output = model.layer(X)
+    managed(model, opt_level)
+    output = layer(X)
     assert type(output) is TwoTensor and output.dtype is (H if opt_level == "O1" else FP32)
     output.float().sum().backward()
-    assert type(model.layer.weight.grad) is TwoTensor and model.layer.weight.grad.dtype is FP32
+    assert type(layer.weight.grad) is TwoTensor and layer.weight.grad.dtype is FP32

@@ -132,5 +132,6 @@ def test_afterwards_memory_is_free_at_once(opt_level):
 def start_pair(level):
     model = session_pairs.build()
     optimizer = OPTIMIZERS["Adam"](model.parameters())
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
+    overrides = {"0": "float"}
+    ampatch.initialize(model, optimizer, opt_level=level, overrides=overrides, verbosity=0)
     return model, optimizer

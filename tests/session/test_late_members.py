@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from session_pairs import Slotted
+from session_pairs import Slotted, build
+from small_training import data, pass_back
 from torch import nn
 
 import ampatch
@@ -17,30 +18,23 @@ O2 = {"opt_level": "O2", "dtype": BF16, "verbosity": 0}
 TYPES = [("O0", FP16), ("O1", FP16), ("O2", FP16), ("O2", BF16), ("O3", FP16)]
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+def pair():
     model = build()
     return model, adam(model)
 
 
-def train(models: list, optimizers: list) -> list[float]:
+def train(models, optimizers):
     """Losses of some steps, on the sum of the models' losses."""
-    inputs, targets = torch.randn(16, 8), torch.randint(0, 4, (16,))
-    losses = []
+    losses, (inputs, targets) = [], data()
     for _ in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = sum(F.cross_entropy(model(inputs), targets) for model in models)
-        with ampatch.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        loss = sum(F.mse_loss(model(inputs), targets) for model in models)
+        pass_back(loss, optimizers)
         for optimizer in optimizers:
             nn.utils.clip_grad_norm_(ampatch.master_params(optimizer), 1.0)
             optimizer.step()
@@ -131,11 +125,11 @@ def test_disabled_sessions_take_optimizers_and_pass_a_loss_through_for_any(as_li
     assert ampatch.step_counts(own) == (0, 0, 0) and not ampatch.step_was_skipped(own)
     assert losses[-1] < losses[0] and model[0].weight.dtype is torch.float32
     foreign = adam(build())
-    loss = model(torch.ones(2, 8)).sum()
+    loss = model(torch.ones(2, 4)).sum()
     with ampatch.scale_loss(loss, [foreign] if as_list else foreign) as scaled:
         assert scaled is loss
     with ampatch.scale_loss(loss, [own, foreign]) as scaled:
         assert scaled is loss
     other = ampatch.initialize(build(), opt_level="O1", verbosity=0)
     with pytest.raises(ampatch.AmpatchError, match="was not given to"):
-        ampatch.scale_loss(other(torch.ones(2, 8)).sum(), foreign)
+        ampatch.scale_loss(other(torch.ones(2, 4)).sum(), foreign)

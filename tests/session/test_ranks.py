@@ -59,17 +59,16 @@ def test_each_rank_is_told_what_it_has(ranks, what):
         assert f" Rank {rank} has opt_level=" in messages[rank] and shown in messages[rank]
 
 
-def _told(rank, by_rank):
-    return told(managed(by_rank[rank]))
+def _told(rank, by_rank, whose="the model"):
+    model = managed(by_rank[rank]) if by_rank[rank] else None
+    if whose == "another's":
+        return told(nn.Linear(3, 3))
+    return told(model[0] if whose == "a part" else model)
 
 
 def test_what_a_rank_may_have_of_its_own_and_parts_of_a_model(ranks):
-    assert ranks(_told_of_parts) == [None, None]
-
-
-def _told_of_parts(rank):
-    model = managed({**PLAIN, "verbosity": rank, "max_consecutive_skips": 5 + rank})
-    return told(model[0])
+    settings = [{**PLAIN, "verbosity": n, "max_consecutive_skips": 5 + n} for n in range(2)]
+    assert ranks(_told, settings, "a part") == [None, None]
 
 
 @pytest.mark.parametrize("case", ["never", pytest.param("disabled", marks=pytest.mark.slow)])
@@ -112,9 +111,4 @@ def _in_pairs(rank):
 
 def test_models_that_ampatch_does_not_manage_are_nobodys_business(ranks):
     """Rank 0 alone has a session, for a model of its own."""
-    assert ranks(_beside_a_session) == [None, None]
-
-
-def _beside_a_session(rank):
-    own = managed(PLAIN) if rank == 0 else None  # noqa: F841
-    return told(nn.Linear(3, 3))
+    assert ranks(_told, [PLAIN, None], "another's") == [None, None]

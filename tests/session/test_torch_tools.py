@@ -1,6 +1,7 @@
 """Tools of torch that are replaced together: when, in which order, and at what cost."""
 
 import copy
+import inspect
 import sys
 import types
 
@@ -50,11 +51,13 @@ def user(monkeypatch):
 def test_tools_are_in_from_the_first_session_to_the_last(first, user):
     """At each level, for disabled sessions too; names bound early follow, also past the tables."""
     before, clip = tools(), user.clip
+    signature = inspect.signature(DistributedDataParallel.__init__)
 
     def is_in(*, expected: bool = True):
         replaced = [now is not was for now, was in zip(tools(), before, strict=True)]
         assert replaced == [expected] * len(before)
         assert (user.clip is not clip) is expected
+        assert inspect.signature(DistributedDataParallel.__init__) == signature
 
     model, optimizer = pair()
     ampatch.initialize(model, optimizer, verbosity=0, **first)

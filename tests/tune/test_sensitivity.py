@@ -9,7 +9,7 @@ import types
 import numpy
 import pytest
 import torch
-from small_training import step
+from small_training import Made, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,37 +39,21 @@ class Mixing(nn.Module):
         return x + torch.softmax(self.q(x) @ self.k(x).T, -1) @ x
 
 
-class Vanishing(nn.Module):
+def vanishing(module, x):
     """The gradients of its weight are too small for float16 at loss scale 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        faint = self.linear(x) * 1.0
-        faint.register_hook(lambda gradient: gradient * 1e-7)
-        return x + faint
-
-
-class Holder(nn.Module):
-    """What it computes itself is harmless."""
-
-    def __init__(self):
-        super().__init__()
-        self.hot = Hot()
-
-    def forward(self, x):
-        return x + self.hot(x)
+    faint = module.linear(x) * 1.0
+    faint.register_hook(lambda gradient: gradient * 1e-7)
+    return x + faint
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
-        self.drop, self.mixing, self.holder = nn.Dropout(0.2), Mixing(), Holder()
+        self.drop, self.mixing = nn.Dropout(0.2), Mixing()
+        self.holder = Made(lambda module, x: x + module.hot(x), hot=Hot())  # harmless but for `hot`
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.vanishing = Vanishing()
+        self.vanishing = Made(vanishing, linear=nn.Linear(16, 16))
         self.body = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
 
     def forward(self, x):

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import fnmatch
+import io
 import json
 import math
 from pathlib import Path
@@ -10,25 +11,23 @@ from pathlib import Path
 import pytest
 from sweep_made import trained
 
+from ampatch.cli import main
+from ampatch.sweep import read_results
 from ampatch.sweep.json_files import write_json
 from ampatch.sweep.kinds import UNKNOWN
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
 from ampatch.tune import TuneError, Tuning, read_answer
+from ampatch.tune.answer import Answer
 from ampatch.tune.module_call import CallErrors
 from ampatch.tune.probe import ProbeOptions
-from ampatch.tune.report import summary
+from ampatch.tune.report import summary, table_rows, troubles, write_terminal
 from ampatch.tune.sensitivity import Findings, Sensitivity
 
 SPREAD = 0.01  # between seeds
 MODULES = ("stem", "body", "body.norm", "head")
 BY_LUCK = (0.3, 0.1, -0.05, 0.3, 0.3, 0.3)  # losses above O0's: three seeds do not show it
-
-
-def run(case, seed, is_good, above):
-    first = 0.5 + SPREAD * seed if is_good else math.nan
-    return trained(Trial(case, seed), [first] + [first + above[seed]] * 39)
 
 
 class Trials:
@@ -69,7 +68,8 @@ class Trials:
         is_good = self.has(case, self.cures)
         if not is_good and self.has(case, self.lucky):
             is_good, above = True, BY_LUCK
-        return run(case, seed, is_good, above)
+        first = 0.5 + SPREAD * seed if is_good else math.nan
+        return trained(Trial(case, seed), [first] + [first + above[seed]] * 39)
 
     def run(self, progress=None):
         return self
@@ -270,3 +270,93 @@ def test_overwriting_deletes_what_was_found_before(tuned, tmp_path):
     mine.write_text("mine")
     _, trials = tuned(["stem"], overwrite=True)
     assert len(trials.probed) == 1 and mine.exists()
+
+
+# What the terminal says of an answer and of its modules
+
+SAMPLE = CallErrors(1e-3, 1e-2, 0.0, 0.0)
+
+
+@pytest.fixture
+def answer():
+    modules = [Sensitivity(path, "Linear", (SAMPLE,)) for path in ("head", "stem")]
+    refused = Sensitivity("layers.0.attention", "Cell", (), "it does not run in half: no", True)
+    once = Sensitivity("layers.1.attention", "Cell", (), "it does not run a second time: no")
+    fields = {"needed": ["head"], "line": "initialize(...)", "modules": [refused, once, *modules]}
+    return Answer("train.py", "O3", "float16", "cured", **fields)
+
+
+def test_the_speed_of_a_cure_is_the_verdict_on_it(answer):
+    answer.paces = {"cure": "speed not told apart from O0's on this machine"}
+    assert summary(answer)[-1] == f"Speed, with the cure: {answer.paces['cure']}."
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0, ""),
+        (1e-5, "0.001 %"),
+        (0.123, "12 %"),
+        (0.994, "99 %"),
+        (0.999, "over 99 %"),
+        (1, "100 %"),
+    ],
+)
+def test_shares_are_percents_that_can_be_read(share, text):
+    head = Sensitivity("head", "Linear", (CallErrors(1e-3, 1e-2, share, share),))
+    row = next(table_rows(Answer("t.py", "O2", "float16", "passes", modules=[head])))
+    assert row[4:6] == (text, text)
+
+
+def test_a_module_that_half_refuses_is_not_called_unmeasured(answer):
+    assert troubles(answer) == [
+        "layers.0.attention: it does not run in half: no",
+        "Not measured: layers.1.attention: it does not run a second time: no",
+    ]
+    assert next(table_rows(answer))[0] == "layers.0.attention"
+
+
+def test_where_the_modules_are_that_the_table_leaves_out_is_said(answer):
+    answer.modules += [Sensitivity(f"body.{n}", "Linear", (SAMPLE,)) for n in range(30)]
+    written = io.StringIO()
+    write_terminal(answer, written)
+    assert "14 more modules are in tune.json." in written.getvalue()
+    assert "body.15" in written.getvalue() and "body.16" not in written.getvalue()
+
+
+# The command, on a training whose faults are known
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "faults.py")
+QUICK = ("--seeds", "4", "--probe-steps", "20", "--rounds", "1", "--jobs", "2", "--margin", "2%")
+
+
+def tune(folder, fault, *options, level="O2"):
+    arguments = ["--fault", fault, "--seed", "{seed}", "--steps", "25"]
+    command = ["tune", SCRIPT, "--opt-level", level, "--out", str(folder), *QUICK, *options]
+    return main.main([*command, "--", *arguments])
+
+
+@pytest.mark.usefixtures("warm_trials")
+def test_one_softmax_is_found_and_nothing_of_it_is_run_again(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "out"
+    assert tune(folder, "softmax") == 0
+    out, err = capsys.readouterr()
+    answer = read_answer(folder)
+    assert "computes 4 of its calls" in err and "8 modules and settings to try" in err
+    assert answer.outcome == "cured" and answer.is_smallest
+    assert answer.needed == ["weigh"] and answer.settings == {}
+    assert 'overrides={"weigh": "float"}' in out and answer.line in out
+    assert json.loads((folder / "overrides.json").read_text()) == {"weigh": "float"}
+    assert {"cure"} == set(answer.speeds)  # the level has failed
+    recommendation = "O2 in float16 trains as O0 does with 1 module in FP32: weigh."
+    assert (
+        recommendation in out and recommendation in (folder / "report.html").read_text()
+    )  # one answer
+    assert read_results(folder).recommendation.startswith(recommendation)
+    assert [line.split()[:3] for line in out.splitlines() if line.split()[-1:] == ["needed"]] == [
+        ["weigh", "Weigh", "inf"]
+    ]
+
+    monkeypatch.setattr("ampatch.sweep.execution.runner.Runner.run", None)  # no trial is started
+    assert tune(folder, "softmax", "--resume") == 0
+    assert read_answer(folder) == answer
