@@ -338,7 +338,7 @@ class Session:
         if observers.registered:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
-            observers.notify("on_block", scaler)  # not in `observe`: internal, for debug
+            observers.notify("on_block", scaler)  # internal: for `ampatch.debug`
         block: AbstractContextManager[Tensor]
         if scaler.is_one:
             block = PlainBlock(loss)
