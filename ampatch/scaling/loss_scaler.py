@@ -203,7 +203,7 @@ class DynamicScaler:
         self._has_updated = False
 
     def update(self, flags: list[OverflowFlag]) -> None:
-        """Update the scale for one step with these overflow flags.  Without flags: no step."""
+        """Update the scale for one step with these overflow flags; an empty list counts no step."""
         self._has_updated = True
         if not flags:
             return

@@ -230,7 +230,7 @@ class StepReports:
     def _warn_without_block(self) -> None:
         """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Not after a step at a learning rate of 0: libraries take one to create an optimizer's state.
+        Not after a step at learning rate 0: libraries take such a step to create optimizer states.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
