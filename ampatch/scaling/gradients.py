@@ -17,14 +17,14 @@
                                       `delayed.unscale_delayed`, before a step or clipping
     SCALED -> the state before        `abandon`: the block raised, or the next one began.  Earlier
                                       gradients that were scaled in `.grad` stay SCALED
-    NOT_SCALED -> UNSCALED, FOUND_INF `keep_check`: a check of `delay_overflow_check`, at the step;
+    NOT_SCALED -> UNSCALED            `keep_check`, `keep_flag`, as in the next row
+    NOT_SCALED, UNSCALED -> FOUND_INF `keep_check`: a check of `delay_overflow_check`, at the step;
                                       `keep_flag`: the flag of optimizers that skip together
-    UNSCALED -> FOUND_INF             `keep_flag`: another optimizer's overflow; `recheck`: an inf
-                                      that is left over or averaged in
+    UNSCALED -> FOUND_INF             `recheck`: an inf that is left over or averaged in
     UNSCALED -> NOT_SCALED            `recheck`: the gradients that a step has used are gone
     FOUND_INF -> UNSCALED             `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `on_zero_grad`, outside of blocks; `drop_all`: unscaling was
-                                      interrupted
+    any -> NOT_SCALED                 `on_zero_grad`, `on_zeroed_elsewhere`, outside of blocks;
+                                      `drop_all`: unscaling was interrupted
 
 During a block, complete gradients of earlier blocks move from `.grad` to `OptimizerBlock.saved`, so
 that the new gradients can be unscaled by themselves.  With several ranks, they stay in `.grad`,
