@@ -15,7 +15,7 @@ from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError, type_name
 from ..log import logger, set_verbosity
 from ..models.managed_model import ManagedModel
-from ..session.session import Session, registry, taken_over
+from ..session.session import Session, registry, take_over
 from ..types import (
     AnyOptimizer,
     DtypeName,
@@ -185,13 +185,13 @@ def initialize(
         if plan.replaced_settings:
             registry.observers.notify("on_replaced", plan.replaced_settings)
 
-    with taken_over(*listed_models, *listed_optimizers):
+    with take_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
     logger.info("Initialized:%s", plan.properties.format_settings())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
-    native.log_gain_of_a_build()
+    native.log_build_hint()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -270,7 +270,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
 def _session_for_optimizers(optimizers: list[Any]) -> Session:
     """The session that has these optimizers or their parameters; otherwise the newest."""
-    latest = registry.latest("ampatch.add_optimizers(...)")
+    newest = registry.newest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
     of_optimizers = map(registry.objects.session_of, optimizers)
@@ -281,7 +281,7 @@ def _session_for_optimizers(optimizers: list[Any]) -> Session:
             f"{len(sessions)} calls of initialize. Make one optimizer for the models of each call, "
             "and add them one by one."
         )
-    return next(iter(sessions), latest)
+    return next(iter(sessions), newest)
 
 
 def unwrap(model: Model) -> Model:
@@ -303,7 +303,7 @@ def cache_info() -> CacheInfo:
 
     Raises `AmpatchError` when no session is open.
     """
-    return registry.latest("ampatch.cache_info()").policies.cache.info()
+    return registry.newest("ampatch.cache_info()").policies.cache.info()
 
 
 def deactivate() -> None:

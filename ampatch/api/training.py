@@ -126,7 +126,7 @@ def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session,
 
     Otherwise raises an `AmpatchError` that names the optimizers that are managed.
     """
-    session = registry.latest(f"{user_call}(...)")
+    session = registry.newest(f"{user_call}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
@@ -195,7 +195,7 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
     session = (
         registry.require_session_of(of, user_call)
         if of is not None
-        else registry.latest_scaling(user_call)
+        else registry.newest_scaling(user_call)
     )
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.checks_for_overflow() for other in others):
@@ -217,14 +217,14 @@ def loss_scale(loss_id: int = 0) -> float:
 
     Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
     """
-    session = registry.latest_scaling("ampatch.loss_scale(...)")
+    session = registry.newest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
 def _scaler_of_newest(user_call: str, loss_id: int) -> Scaler:
     """A loss scaler of the newest session that scales losses."""
-    session = registry.latest_scaling(f"{user_call}(...)")
+    session = registry.newest_scaling(f"{user_call}(...)")
     _check_loss_id(loss_id, session, user_call)
     return session.scalers[loss_id]
 

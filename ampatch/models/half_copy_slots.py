@@ -127,7 +127,7 @@ class WeightSlots:
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
-        self.parameters += [weight for bucket in self.buckets.buckets for weight in bucket]
+        self.parameters += [weight for bucket in self.buckets.lists for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         # For each slot the index of its parameter in `parameters`.
         self._parameter_indices = [order[id(weight)] for weight in weights]
@@ -239,7 +239,7 @@ def make_half_copies(
     for weights in bucketed:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
     if len(copies) == len(weight_slots.parameters) and len(bucketed) == len(
-        weight_slots.buckets.buckets
+        weight_slots.buckets.lists
     ):
         return copies
     cast_so_far = [w for weights in (*weight_slots.rnn_weights, *bucketed) for w in weights]

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, thread_calls
-from ..casting.half_copies import wants_only_some
+from ..casting.half_copies import are_partly_wanted
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
@@ -265,11 +265,11 @@ class HalfCopySwapper:
         return self._weight_ids
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """Like `WeightUseOrder.record_wanted_grads`, for half copies in slots."""
+        """Like `WeightUsage.record_wanted_grads`, for half copies in slots."""
         if self.has_own_nodes:
             return False
         all_slots = list(self._weight_slots.values())
-        only_some = any(wants_only_some(slots.parameters, wanted) for slots in all_slots)
+        only_some = any(are_partly_wanted(slots.parameters, wanted) for slots in all_slots)
         self.wants_own_nodes |= only_some
         return only_some
 

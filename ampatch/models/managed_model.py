@@ -28,7 +28,7 @@ from ..casting.calls import (
 from ..casting.handlers import without_torch_function_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
-from ..casting.weight_cache import WeightUseOrder
+from ..casting.weight_cache import WeightUsage
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
@@ -116,9 +116,9 @@ class ManagedModel:
         self._was_called = False  # `enter` has run since the last `warn_of_lost_frame`
         self._has_warned_of_user_block = False
         self._has_warned_of_lost_frame = False
-        self._use_order: WeightUseOrder | None = None
+        self._weight_usage: WeightUsage | None = None
         if policy is not None:
-            self._use_order = WeightUseOrder(model, policy.half_to)
+            self._weight_usage = WeightUsage(model, policy.half_rows_to)
 
     # Install and uninstall
 
@@ -189,9 +189,9 @@ class ManagedModel:
         return self.swapper is not None and id(parameter) in self.swapper.weight_ids()
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """Like `WeightUseOrder.record_wanted_grads`, for the half copies at O1 and at O2."""
-        order, swapper = self._use_order, self.swapper
-        may_share = order is not None and order.record_wanted_grads(wanted)
+        """Like `WeightUsage.record_wanted_grads`, for the half copies at O1 and at O2."""
+        usage, swapper = self._weight_usage, self.swapper
+        may_share = usage is not None and usage.record_wanted_grads(wanted)
         return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
     def converted_ids(self) -> set[int]:
@@ -349,11 +349,11 @@ class ManagedModel:
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_user_block:
                 self._warn_of_user_block()
-            state.set_policy(call, *state.set_policy_args(policy))
+            state.set_policy(call, *state.policy_arguments(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
-            policy.cache.open(call, self._use_order)
+            policy.cache.open(call, self._weight_usage)
             if policy.devices is not None:
                 self._record_device(policy.devices)
         return args, kwargs
@@ -365,9 +365,9 @@ class ManagedModel:
                 return self.exit(call)
         if call.owner is not None:  # otherwise the call is not on the stack
             self._state.exit(call)
-        copies, casts = call.opened_copies, call.input_casts
-        if copies is not None and copies.order is not None:
-            copies.order.record(copies.used_weights)
+        forward_copies, casts = call.opened_forward_copies, call.input_casts
+        if forward_copies is not None and forward_copies.usage is not None:
+            forward_copies.usage.record(forward_copies.used_weights)
         if casts is not None:
             call.input_casts = None
             casts.write_changes_back()
@@ -420,7 +420,7 @@ class ManagedModel:
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, sets_policy = state.set_policy_args(policy)
+            policy, _, sets_policy = state.policy_arguments(policy)
         if slots is None and (policy is INHERIT or policy is state.current_policy()):
             return forward(module, *args, **kwargs)
         call = Call()

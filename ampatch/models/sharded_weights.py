@@ -66,7 +66,7 @@ def _refuse_computation(
     stays_fp32: Fp32Predicate,
     is_root: bool,
 ) -> None:
-    half, policy = properties.cast_model_type, sharding.policy
+    half, policy = properties.cast_model_type, sharding.mixed_precision
     dtype = policy.param_dtype or shard.parameter.dtype
     if stays_fp32(shard.module):
         if dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""Observers: objects that are notified of events in the sessions."""
+"""Observers: objects that are notified of events in the sessions (`api.observe` lists them)."""
 
 from __future__ import annotations
 

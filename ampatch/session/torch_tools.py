@@ -1,6 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they need of the sessions.
 
-They are replaced at every level.  In disabled sessions the replacements call the originals.
+They are replaced at every level.  In disabled sessions, the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ class TorchTools:
             # TorchScript compiles the original forwards, and warns that it casts nothing
             *torchscript.patches(state),
             # recomputes and backwards have the forward's casts and half copies
-            *context_propagation.checkpoints(state),
-            *context_propagation.custom_functions(state),
+            *context_propagation.checkpoint_patches(state),
+            *context_propagation.function_patches(state),
             # weights in autograd.grad(...) and backward(inputs=...) get nodes of their own;
             # scale_loss blocks check the backward passes that run in them
             *backward_passes.patches(self._record_wanted_grads, start_pass_check),
             # operators with an autocast kernel run under torch's own autocast
             *autocast_kernels.patches(state),
             # replicas of DataParallel run under the policy of the call
-            *context_propagation.replicas(state),
+            *context_propagation.replica_patches(state),
             # DataLoaders prepare data without casts
             *data_loading.patches(state),
             # copies, pickles and state dicts have the parameters, not their half copies
@@ -159,7 +159,7 @@ class TorchTools:
     def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
         """Record that the script asks for gradients of these tensors.
 
-        See `WeightUseOrder.record_wanted_grads`.
+        See `WeightUsage.record_wanted_grads`.
         """
         if thread_calls.stack:
             weights = map(parameter_of_copy, tensors)
@@ -182,8 +182,8 @@ class TorchTools:
         `by_norm`: whether one norm of all of them clips them.
         """
         param_ids = {id(tensor) for tensor in tensors}
-        all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [g for g in all_gradients if unscale_before_clipping(g, param_ids)]
+        members = [optimizer.gradients for optimizer in self._registry.optimizers()]
+        clipped = [member for member in members if unscale_before_clipping(member, param_ids)]
         if by_norm:
             skip_together(clipped)
 
