@@ -145,7 +145,7 @@ def initialize(
         patch_scope: `"model"` casts calls inside forwards of managed models (and their
             recomputation), and calls on half tensors or managed parameters.  `"process"` casts
             every call, as apex does, except in DataLoaders, their workers and hooks of backward
-            passes; use it if there are no models.  Of several sessions the one opened last decides.
+            passes; use it if there are no models.  Of several sessions, the newest decides.
 
     A second call with managed models and optimizers gives them the new settings; weights and
     optimizer states keep their values.
@@ -207,7 +207,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  Models that the session already
             has are not changed.
-        to: a model or an optimizer of the session to join.  None: the session opened last.
+        to: a model or an optimizer of the session to join.  None: the newest session.
 
     Raises:
         TypeError: `models` has an object that is no module.
@@ -269,7 +269,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
 
 def _session_for_optimizers(optimizers: list[Any]) -> Session:
-    """The session that has these optimizers or their parameters; otherwise the one opened last."""
+    """The session that has these optimizers or their parameters; otherwise the newest."""
     newest = registry.newest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
@@ -299,7 +299,7 @@ def unwrap(model: Model) -> Model:
 
 
 def cache_info() -> CacheInfo:
-    """`hits`, `misses` and `entries` of the weight cache of the session opened last.
+    """`hits`, `misses` and `entries` of the weight cache of the newest session.
 
     Raises `AmpatchError` when no session is open.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..scaling.scaled_backward import refuse_attribute
+from ..scaling.scale_loss_block import refuse_attribute
 
 
 class Observers:

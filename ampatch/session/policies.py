@@ -100,7 +100,7 @@ def _has_half_or_parameter(owner_maps: Sequence[ParameterOwners]) -> Callable[[t
     def is_parameter(tensor: Tensor) -> bool:
         for owners in owner_maps:
             owner = owners.get(id(tensor))
-            if owner is not None and getattr(owner[0](), owner[1], None) is tensor:
+            if owner is not None and getattr(owner.module(), owner.name, None) is tensor:
                 return True
         return False
 

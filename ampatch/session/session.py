@@ -27,7 +27,7 @@ from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero_redundancy
 from ..scaling.optimizers.state import ReplacedValues, match_state_dtypes
-from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_optimizers_sharing_params
+from ..scaling.scale_loss_block import PlainBlock, ScaleLossBlock, with_optimizers_sharing_params
 from .object_registry import ManagedRefs, live_counterparts
 from .policies import Policies
 from .registry import Registry
@@ -253,7 +253,7 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        overridden, stays_fp32 = module_overrides.precisions(
+        overridden, stays_fp32 = module_overrides.resolve_overrides(
             model, self.overrides.modules, properties
         )
         managed = ManagedModel(
@@ -318,7 +318,7 @@ class Session:
 
     # Training
 
-    def scaled_backward(
+    def scale_loss_block(
         self,
         loss: Tensor,
         optimizers: list[ManagedOptimizer],
@@ -338,16 +338,16 @@ class Session:
         if observers.registered:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
-            observers.notify("on_block", scaler)
+            observers.notify("on_block", scaler)  # internal: for `ampatch.debug`
         block: AbstractContextManager[Tensor]
         if scaler.is_one:
-            block = PlainBackward(loss)
+            block = PlainBlock(loss)
             for optimizer in optimizers:
                 optimizer.gradients.report_scaled_by_other_block()
         else:
             self.last_loss = weakref.ref(loss)
             optimizers, others = self._split_optimizers(optimizers)
-            block = ScaledBackward(
+            block = ScaleLossBlock(
                 loss,
                 optimizers,
                 scaler,
@@ -393,8 +393,8 @@ class Session:
         weight_cache.drop_copies()
         for ref in list(self.model_entries.values()):
             model = ref()
-            if model is not None and model.statistics is not None:
-                model.statistics.after_step(managed.skipped)
+            if model is not None and model.running_statistics is not None:
+                model.running_statistics.after_step(managed.skipped)
         managed.reports.after_step(self)
         if self.observers.registered:
             self.observers.notify("on_step", managed.optimizer, managed.skipped)

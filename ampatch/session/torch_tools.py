@@ -28,7 +28,7 @@ from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import skip_together, unscale_before_clipping
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import start_pass_check
+from ..scaling.scale_loss_block import start_pass_check
 from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
@@ -149,7 +149,7 @@ class TorchTools:
         if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
         return any(
-            managed.has_had_since_start(tensor) for managed in self._registry.models()
+            managed.had_at_session_start(tensor) for managed in self._registry.models()
         ) or any(
             param is tensor
             for optimizer in self._registry.optimizers()
@@ -173,8 +173,8 @@ class TorchTools:
     def _has_loaded(self, module: nn.Module) -> None:
         """Record the running statistics that `module.load_state_dict` has loaded."""
         for managed in self._registry.models():
-            if managed.statistics is not None:
-                managed.statistics.on_load(module)
+            if managed.running_statistics is not None:
+                managed.running_statistics.on_load(module)
 
     def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
