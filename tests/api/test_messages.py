@@ -20,6 +20,7 @@ def training(**kwargs):
 
 
 L = torch.tensor(3.0)
+MODEL = nn.Linear(2, 2)
 half_function = ampatch.register_half_function
 BAD_INITIALIZE = [
     ({"opt_level": "O7"}, ValueError, "opt_level='O7'): unknown opt level 'O7'. Expected O0, O1, "),
@@ -218,6 +219,23 @@ def test_the_warning_about_float16_on_a_cpu_is_given_once_per_process(is_there, 
             TypeError,
             "got torch.optim.sgd.SGD. The model comes first, then the optimizer.",
         ),
+        *(
+            (call, ampatch.AmpatchError, "was not given to ampatch.initialize")
+            for call in (
+                lambda o: ampatch.scale_loss(L, MODEL),
+                lambda o: ampatch.scale_loss(L, [MODEL]),
+                lambda o: ampatch.step_was_skipped(MODEL),
+                lambda o: ampatch.step_counts(MODEL),
+                lambda o: ampatch.unwrap(o),
+            )
+        ),
+        (lambda o: ampatch.master_params(None), TypeError, "master_params(optimizer=...): "),
+        (
+            lambda o: ampatch.initialize(MODEL, process_group="gloo"),
+            TypeError,
+            "expected None or a process group, such as torch.distributed.group.WORLD",
+        ),
+        (lambda o: ampatch.cached_weights, AttributeError, "removed in 0.2.0: "),
         (lambda o: ampatch.log_metrics(acc=None), TypeError, "of one element, got NoneType"),
         (lambda o: ampatch.log_metrics(acc=L.expand(2)), TypeError, "got torch.Tensor"),
         (lambda o: ampatch.add_optimizers(None), TypeError, "...): expected a torch.optim.Opt"),
@@ -228,6 +246,7 @@ def test_the_other_calls(call, kind, message):
     ampatch.initialize(*(arguments := training()))
     with pytest.raises(kind, match=re.escape(message)):
         call(arguments[1])
+    assert len(open_sessions()) == 1
 
 
 @pytest.mark.parametrize("settings", [{"verbosity": 0}, {}], ids=["quiet", "another rank"])
@@ -251,34 +270,7 @@ def test_nothing_is_printed_and_a_message_repeats_a_few_times_at_most(caplog, ca
     assert capsys.readouterr().out == ""
 
 
-def test_a_model_is_no_optimizer_and_an_optimizer_no_model():
-    model, optimizer = ampatch.initialize(*training(), verbosity=0)
-    for call in (
-        lambda: ampatch.scale_loss(L, model),
-        lambda: ampatch.scale_loss(L, [model]),
-        lambda: ampatch.step_was_skipped(model),
-        lambda: ampatch.step_counts(model),
-        lambda: ampatch.unwrap(optimizer),
-    ):
-        with pytest.raises(ampatch.AmpatchError, match="was not given to ampatch.initialize"):
-            call()
-
-
 def test_more_loss_scalers_are_advised_only_where_they_help():
     _, optimizer = ampatch.initialize(*training(), verbosity=0)
     with pytest.raises(ValueError, match=r"loss_id=-1.*numbered from 0\.$"):
         ampatch.scale_loss(L, optimizer, loss_id=-1)
-
-
-def test_what_is_no_optimizer_and_no_process_group_is_named():
-    with pytest.raises(TypeError, match=r"master_params\(optimizer=\.\.\.\): .*got NoneType"):
-        ampatch.master_params(None)
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"process_group='gloo'.*torch\.distributed\.group\.WORLD"):
-        ampatch.initialize(model, process_group="gloo")
-    assert not open_sessions()
-
-
-def test_a_removed_name_says_what_does_its_work():
-    with pytest.raises(AttributeError, match=r"removed in 0\.2\.0: .*unwrap\(model\)\.half\(\)"):
-        _ = ampatch.cached_weights

@@ -8,7 +8,6 @@ One weight `w` approaches its target by gradient descent, so that every step is 
 The page has the result of each row; the formula and O0 are the oracles.
 """
 
-import math
 import sys
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -42,11 +41,11 @@ class Problem(NamedTuple):
 
 
 # The distance halves at every step.  What reaches each output, 2 * weight * distance / 256, is
-# 2**-23 at first; float16's smallest number is 2**-24, and half of it rounds to zero.
+# 2**-23 at first; float16's smallest number is 2**-24, and half of it rounds to zero.  So a loss
+# scale of 2**n lasts n steps longer than none.
 GRADIENTS = Problem(start=0.0, target=1.0, weight=2.0**-16, lr=2.0**14, steps=8)
 # The largest update is 2**-7, and float16's numbers from 16 on lie 2**-6 apart.
 UPDATES = Problem(start=16.0, target=17.0, weight=1.0, lr=2.0**-8, steps=300)
-SPACING = {"float16": 2.0**-6, "bfloat16": 2.0**-3}  # of the numbers from 16 to 32
 
 
 def trained(problem, level, dtype="float16", **settings):
@@ -74,34 +73,6 @@ def trained(problem, level, dtype="float16", **settings):
     [weight] = amp.master_params(optimizer) if is_ours else model.parameters()
     amp.deactivate()
     return weight.item()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("scale", [1.0, 8.0, 128.0, "dynamic"])
-def test_small_gradients_vanish_where_the_formula_says(level, scale):
-    """2**-23, halved at each step, reaches 2**-25 after 2; a scale of 2**n lasts n steps longer."""
-    weight = trained(GRADIENTS, level, loss_scale=scale)
-    if scale in (128.0, "dynamic"):
-        assert weight == trained(GRADIENTS, "O0") == GRADIENTS.exact() == 1 - 2**-8
-    else:
-        assert weight == 1 - 2 ** -(2 + math.log2(scale)) < GRADIENTS.exact()
-
-
-@pytest.mark.parametrize("dtype", SPACING)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_small_updates_vanish_without_fp32_weights(level, dtype):
-    """But for what the forward sees: the weight rounded to half, off by half a spacing at most.
-
-    An error e of the weight becomes (1 - a) * e + a * rounding at each step, so it never exceeds
-    the largest rounding.
-    """
-    weight = trained(UPDATES, level, dtype, loss_scale=1.0)
-    if level == "O3":
-        assert weight == UPDATES.start
-    else:
-        assert weight == pytest.approx(UPDATES.exact(), abs=SPACING[dtype] / 2)
-    larger = UPDATES._replace(lr=2.0**-6, steps=1)  # 2**-5 is two spacings of float16
-    assert trained(larger, "O3", loss_scale=1.0) == larger.exact() == 16 + 2**-5
 
 
 def settings_of(title):

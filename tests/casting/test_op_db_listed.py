@@ -13,6 +13,7 @@ import torch
 from autocast_oracle import DRIVERLESS
 from op_calls import (
     CALLS,
+    COMPOSITES,
     OPS,
     Call,
     Raised,
@@ -25,7 +26,6 @@ from op_calls import (
     samples,
     under_autocast,
 )
-from op_composites import COMPOSITES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import ampatch

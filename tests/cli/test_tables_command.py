@@ -1,23 +1,19 @@
-"""`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same."""
+"""`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same.
 
-import itertools
+Where autocast differs: tests/casting/test_autocast_differences.py.
+"""
+
 import json
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from autocast_oracle import DRIVERLESS, cuda_autocast, dtypes, on_fake_cuda
-from op_samples import NO_CPU_KERNEL, NO_ORACLE, call, sample
 from repository import DATA
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from warm_python import python
 
 import ampatch
 from ampatch.casting import special_ops, tables
 from ampatch.casting.calls import CastState
-from ampatch.casting.places import exists
 from ampatch.casting.tables import APEX, EVERY_LEVEL, Rule
 from ampatch.diagnose.tables import content, differences
 
@@ -96,89 +92,6 @@ def test_a_missing_function_is_named_where_it_is_missed(monkeypatch, here):
     assert "BLACKLIST" not in out
     assert "missing in this torch: no_such\n" in out
     assert out.endswith("lacks torch.nn.functional.no_such.\n")
-
-
-# Where autocast differs: asked of the dispatcher
-
-
-def mixtures(where: str, name: str) -> dict:
-    """Arguments of the active half dtype with FP32 in turns, and with the other half dtype."""
-    leaves, spec = tree_flatten(sample(where, name))
-    floating = [
-        index
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
-    kinds = {"float": [torch.float32], "other half": [torch.bfloat16]}
-    if len(floating) > 1:
-        kinds |= {
-            "half, float": [torch.float16, torch.float32],
-            "float, half": [torch.float32, torch.float16],
-            "two halves": [torch.float16, torch.bfloat16],
-        }
-    calls = {}
-    for kind, cycle in kinds.items():
-        cast = list(leaves)
-        for index, dtype in zip(floating, itertools.cycle(cycle)):
-            cast[index] = leaves[index].to(dtype)
-        calls[kind] = tree_unflatten(cast, spec)
-    if name == "einsum":
-        calls["products of elements"] = ("i,j->ij", [torch.ones(2), torch.ones(2)]), {}
-    if name == "matrix_power":
-        calls["a negative power"] = (torch.eye(2), -2), {}
-    if name == "sum_to_size":
-        calls["its own size"] = (torch.ones(2, 3, dtype=torch.float16), (2, 3)), {}
-    return calls
-
-
-def outcome(where: str, name: str, arguments) -> list | type:
-    try:
-        with FakeTensorMode():
-            return dtypes(call(where, name, *on_fake_cuda(arguments)))
-    except (RuntimeError, ValueError) as error:
-        if DRIVERLESS and "driver" in str(error):
-            return None
-        return type(error)
-
-
-def test_autocast_differs_where_we_say_so_and_nowhere_else():
-    places = [
-        (row, name)
-        for row in ROWS
-        if row not in tables.BEYOND
-        for name in row.names
-        if not row.done_by_torch
-        and exists(row.where, name)
-        and name not in NO_ORACLE | NO_CPU_KERNEL
-    ]
-    samples = {(row.where, name): mixtures(row.where, name) for row, name in places}
-
-    def outcomes() -> dict:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return {
-                (*place, kind): outcome(*place, arguments)
-                for place, kinds in samples.items()
-                for kind, arguments in kinds.items()
-            }
-
-    with cuda_autocast(torch.float16):
-        theirs = outcomes()
-    ampatch.initialize([], opt_level="O1", dtype=torch.float16, patch_scope="process", verbosity=0)
-    ours = outcomes()
-    differing = {
-        place[:2]
-        for place in theirs
-        if None not in (theirs[place], ours[place]) and theirs[place] != ours[place]
-    }
-    assert differing == {
-        (row.where, name) for row, name in places if differences.from_autocast(row, False)
-    }
-    for (where, name, kind), autocasts in theirs.items():  # and as we say
-        if kind in ("products of elements", "a negative power", "its own size"):
-            assert (autocasts, ours[where, name, kind]) == ([torch.float16], [torch.float32])
-        elif (where, name) in differing and autocasts != ours[where, name, kind]:
-            assert autocasts is RuntimeError and ours[where, name, kind] is not RuntimeError
 
 
 def test_native_rows_are_none_of_autocasts():

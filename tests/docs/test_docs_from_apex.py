@@ -218,7 +218,3 @@ def test_the_other_snippets():
         nn.functional.mse_loss(net(inputs), targets).backward()
         optimizer.step()
     assert all(map(torch.equal, model.parameters(), again.parameters()))
-
-
-def test_what_the_guide_says_of_weight_decay_is_so():
-    assert torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults["weight_decay"] == 0.01

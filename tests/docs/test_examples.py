@@ -104,26 +104,18 @@ EVERYWHERE = pytest.mark.parametrize(
 
 
 @EVERYWHERE
-def test_digits_learns_everywhere(train, level, dtype):
-    watcher = train("digits", level, dtype, *SMALL["digits"])
-    assert len(watcher.losses) == 92
-    assert watcher.losses[-1] < 0.5 < 2 < watcher.losses[0]
-    assert watcher.metrics["test_accuracy"] > 0.85
-
-
-@EVERYWHERE
-def test_char_lm_learns_wherever_it_can(train, level, dtype):
-    """Well below 3.2 nats, the held-out loss of always giving the characters' frequencies.
-
-    Not at O3 in float16: Adam's eps of 1e-8 is zero there, and 0 / 0 follows.
-    """
-    watcher = train("char_lm", level, dtype, *SMALL["char_lm"])
-    assert len(watcher.losses) == 60
-    assert watcher.losses[0] == pytest.approx(math.log(128), rel=0.25)
+def test_digits_and_char_lm_learn_wherever_they_can(train, level, dtype):
+    """Not a language model at O3 in float16: Adam's eps of 1e-8 is zero there, 0 / 0 follows."""
+    digits = train("digits", level, dtype, *SMALL["digits"])
+    assert len(digits.losses) == 92 and digits.losses[-1] < 0.5 < 2 < digits.losses[0]
+    assert digits.metrics["test_accuracy"] > 0.85
+    text = train("char_lm", level, dtype, *SMALL["char_lm"])
+    assert len(text.losses) == 60
+    assert text.losses[0] == pytest.approx(math.log(128), rel=0.25)
     if (level, dtype) == ("O3", "float16"):
-        assert math.isnan(watcher.losses[2])
-    else:
-        assert watcher.metrics["heldout_loss"] < 3.0
+        assert math.isnan(text.losses[2])
+    else:  # 3.2 nats is the loss of always giving the characters' frequencies
+        assert text.metrics["heldout_loss"] < 3.0
 
 
 @pytest.mark.parametrize(
@@ -136,15 +128,12 @@ def test_char_lm_learns_wherever_it_can(train, level, dtype):
 )
 def test_a_short_example_trains_everywhere(train, example, level, dtype):
     """One epoch, beside the same in FP32."""
-    in_float32 = train(example, "O0", dtype, "--epochs", "1")
-    watcher = train(example, level, dtype, "--epochs", "1")
+    in_float32, watcher = (train(example, at, dtype, "--epochs", "1") for at in ("O0", level))
     assert len(watcher.losses) == len(in_float32.losses) > 10
     assert watcher.losses != in_float32.losses
     last, reference = (sum(run.losses[-6:]) for run in (watcher, in_float32))
-    if level == "O3":  # may well be lower
-        assert 0 < last < 1.4 * reference
-    else:
-        assert last == pytest.approx(reference, rel=0.15)
+    low = 0 if level == "O3" else 0.85  # at O3 it may well be lower
+    assert low * reference < last < (1.4 if level == "O3" else 1.15) * reference
     assert all(map(math.isfinite, watcher.metrics.values()))
 
 

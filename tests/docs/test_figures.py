@@ -5,7 +5,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from repository import BENCHMARKS, DOCS, ROOT
+from repository import BENCHMARKS, DOCS
 
 sys.path.append(str(BENCHMARKS))
 
@@ -52,21 +52,6 @@ def test_pages_have_each_figure_and_table_once():
     assert sorted(FIGURES) == sorted(path.stem for path in IMAGES.glob("*.svg"))
 
 
-def test_values_are_those_of_the_file():
-    """One cell of each kind of file, read without the reader of tables."""
-    speeds = figures.small_steps().panels[0].rows["GAN"]
-    path = max((ROOT / "benchmarks/results").glob("*-speed.md"))
-    text = path.read_text(encoding="utf-8")
-    cell = re.search(r"^\| GAN (?:\|[^|]*){4}\| ([^|]*) \|", text, re.MULTILINE)[1]
-    assert list(speeds["O1"]) == [float(number) for number in NUMBER.findall(cell)]
-    digits, cancer, *_ = figures.accuracy().panels
-    page = (DOCS / "accuracy.md").read_text(encoding="utf-8")
-    assert f"| {digits.rows['O2']['float16'].middle:+.2f} (" in page
-    assert digits.notes["O3, eps=0.001"] == {"float16": "not run"}
-    assert cancer.notes["O3"] == {"float16": "diverged"}
-    assert list(cancer.rows["O3"]) == ["bfloat16"]
-
-
 def test_the_means_that_initialize_and_the_page_repeat_are_those_of_the_file():
     """`native.GIVES` is what the native part gave at O1."""
     means = result_tables.Results.newest("speed").tables()[TRAINING][-1]
@@ -74,12 +59,3 @@ def test_the_means_that_initialize_and_the_page_repeat_are_those_of_the_file():
     page = result_tables.Results(DOCS / "performance.md").tables()["How long a step takes"]
     [row] = [row for row in page if row[""] == f"{TRAINING} (6)"]
     assert row.items() <= {**means, "": row[""]}.items()
-
-
-def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no file .*DATE-speed\.md: a benchmark writes"):
-        figures.small_steps()
-    (tmp_path / "2026-01-01-speed.md").write_text("### Title\n\n| | O1 |\n|---|---|\n| a | 1 |\n")
-    with pytest.raises(ValueError, match="has nothing like"):
-        result_tables.Results.newest("speed").says(result_tables.WHERE)

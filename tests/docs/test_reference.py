@@ -1,7 +1,8 @@
 """docs/reference/ has what docstrings and parsers say: `python docs/site/reference.py`."""
 
-import importlib.util
 import re
+import runpy
+from types import SimpleNamespace
 
 import pytest
 from repository import ROOT
@@ -13,10 +14,7 @@ FOLDER = ROOT / "docs" / "reference"
 
 @pytest.fixture(scope="module")
 def reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/site/reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/reference.py")))
 
 
 @pytest.mark.parametrize("name", ["api", "commands", "frameworks", "sweeps"])

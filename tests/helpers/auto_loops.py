@@ -4,7 +4,6 @@ Static scales are powers of two, so in bfloat16 at a scale, and wherever the mod
 results can be compared closely.
 """
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,12 +11,6 @@ import ampatch
 from ampatch import auto
 
 SCALE = 2.0**10
-
-
-@pytest.fixture(params=["static", "dynamic"])
-def asked(request):
-    """float16, at a static scale or a dynamic one, begun where these losses do not overflow."""
-    return {"loss_scale": SCALE} if request.param == "static" else {}
 
 
 AT_SCALE = {"loss_scale": SCALE}
@@ -30,10 +23,6 @@ def begin(asked=AT_SCALE):
     return session
 
 
-def end():
-    ampatch.deactivate()
-
-
 def both(loop, asked=AT_SCALE):
     """What `loop()` gives in FP32 and under `--auto`, from the same seed."""
     torch.manual_seed(0)
@@ -41,7 +30,7 @@ def both(loop, asked=AT_SCALE):
     begin(asked)
     torch.manual_seed(0)
     actual = loop()
-    end()
+    ampatch.deactivate()
     return expected, actual
 
 

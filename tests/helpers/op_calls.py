@@ -6,6 +6,7 @@ function up anew, at the place where a user would find it.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from autocast_oracle import cuda_autocast
-from op_composites import COMPOSITES
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensorMode, fake_tensor
@@ -54,6 +54,8 @@ OPS = {
 }
 
 
+MANY = 30
+"""Samples that show what a function written in Python calls."""
 WRITTEN_IN_PYTHON = ("torch", "torch.nn.functional")
 
 
@@ -106,8 +108,10 @@ def _is_at(place: str, function: Any) -> bool:
 
 def rows(name: str, place: str) -> tuple[str, ...]:
     """The rows that a place meets: its own, that of the builtin right below it, or a list."""
-    if name in COMPOSITES:
-        return COMPOSITES[name]
+    return COMPOSITES.get(name, _own_rows(place))
+
+
+def _own_rows(place: str) -> tuple[str, ...]:
     where, _, leaf = place.rpartition(".")
     below = ("torch._C._nn", "torch._VF", "torch") if where in WRITTEN_IN_PYTHON else ()
     results = [f"{owner}.{leaf}" for owner in (where, *below) if f"{owner}.{leaf}" in RULE_OF]
@@ -149,10 +153,6 @@ def _in_place(function: Any) -> Call:
     )
 
 
-# Bound at import, hence before any session.
-CALLS = {name: calls(name, op) for name, op in OPS.items()}
-
-
 @dataclass(frozen=True)
 class Sample:
     """The arguments of a call; `fresh` gives them anew, since in-place calls write into them."""
@@ -176,11 +176,11 @@ class Sample:
     def castable(self) -> list[Tensor]:
         return [tensor for tensor in self.tensors() if tensor.dtype in CASTABLE]
 
-    def mixed(self, half: torch.dtype) -> Iterator[Sample]:
-        """The first tensor in half and the others in FP32, and the other way round."""
+    def mixed(self, half: torch.dtype, other: torch.dtype = torch.float32) -> Iterator[Sample]:
+        """The first tensor in half and the others in `other`, and the other way round."""
         if len(self.castable()) > 1:
             first = self.castable()[0]
-            for of_first, of_others in ((half, torch.float32), (torch.float32, half)):
+            for of_first, of_others in ((half, other), (other, half)):
                 yield self.fresh(
                     lambda leaf, first=first, of_first=of_first, of_others=of_others: (
                         leaf
@@ -313,3 +313,47 @@ def backward(call: Callable) -> Callable:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
+
+
+def _composites() -> dict[str, tuple[str, ...]]:
+    """The rows that functions written in Python meet, of torch and of `op_db`, if not their own."""
+    tried = {
+        name: samples(op, torch.float32, MANY) or samples(op, torch.float64, MANY)
+        for name, op in OPS.items()
+        if not inspect.isbuiltin(op.op)
+        if f"torch.{op.name}" not in RULE_OF or not _is_at(f"torch.{op.name}", op.op)
+    }
+    results: dict[str, set[str]] = {}
+    running: list[str] = []  # the operator, and the rows that are met within each other
+
+    def spy(row: str, original: Callable) -> Callable:
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            if len(running) == 1:
+                results.setdefault(running[0], set()).add(row)
+            running.append(row)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return spied
+
+    with pytest.MonkeyPatch.context() as patch:
+        for row in RULE_OF:
+            where, _, leaf = row.rpartition(".")
+            if hasattr(look_up(where), leaf):  # else it is for another version of torch
+                patch.setattr(look_up(where), leaf, spy(row, getattr(look_up(where), leaf)))
+        for name, tries in tried.items():
+            running[:] = [name]
+            for sample in tries:
+                outcome(OPS[name].op, sample.fresh())
+    return {
+        name: tuple(sorted(met))
+        for name, met in results.items()
+        if met != set(_own_rows(f"torch.{OPS[name].name}"))
+    }
+
+
+# Bound at import, hence before any session.
+COMPOSITES = _composites()
+CALLS = {name: calls(name, op) for name, op in OPS.items()}

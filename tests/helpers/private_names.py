@@ -19,7 +19,6 @@ ALLOWED = {
     "_parameters": "nn.Module's own dictionary, for subclasses and kept in pickles",
     "_buffers": "as _parameters",
     "_growth_tracker": "a key of the state dict of torch.amp.GradScaler, in files",
-    "_amp_state": "apex's, for scripts that reach for it",
     "_amp_stash": "apex's, for scripts that reach for it",
     "_optimizers": "accelerate's list of what it has prepared, for classes derived from it",
     "_lazy_init_maybe_master_weights": "apex's, for scripts that reach for it",
@@ -70,7 +69,7 @@ def private_names(tree: ast.AST, own: frozenset[str], torchs: frozenset[str]) ->
                 if alias.name.partition(".")[0] == "torch":
                     yield from filter(is_private, alias.name.split("."))
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            is_ours = node.attr in own and (_is_self(node.value) or node.attr not in torchs)
+            is_ours = node.attr in own and (is_self(node.value) or node.attr not in torchs)
             if not is_ours:
                 yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -86,34 +85,28 @@ def _in_text(text: str, own: frozenset[str], torchs: frozenset[str]) -> Iterator
         yield from () if is_ours else (text,)
 
 
-def _is_self(node: ast.expr) -> bool:
+def is_self(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 @functools.cache
-def own_names() -> frozenset[str]:
-    """Private names that ampatch gives: to functions, classes, attributes of `self`, slots."""
-    results: set[str] = set()
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                results.add(node.name)
-                if isinstance(node, ast.ClassDef):
-                    results |= set(_names_of_class(node))
-            is_attribute = isinstance(node, ast.Attribute) and _is_self(node.value)
-            if is_attribute and isinstance(node.ctx, ast.Store):
-                results.add(node.attr)
-    return frozenset(filter(is_private, results | _slots()))
+def own_names(apart: str = "") -> frozenset[str]:
+    """Private names that ampatch gives, and slots; `apart`: a room that is left out."""
+    paths = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != apart]
+    return frozenset(filter(is_private, _slots().union(*map(names_given, map(tree_of, paths)))))
 
 
-def _names_of_class(node: ast.ClassDef) -> Iterator[str]:
-    for part in node.body:
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-            yield part.target.id
-        elif isinstance(part, ast.Assign):
-            yield from (target.id for target in part.targets if isinstance(target, ast.Name))
+def names_given(tree: ast.AST) -> set[str]:
+    """What a file calls its functions, classes, variables and attributes of `self`."""
+    nodes = list(ast.walk(tree))
+    kept = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    results = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    results |= {node.id for node in kept if isinstance(node, ast.Name)}
+    return results | {
+        node.attr for node in kept if isinstance(node, ast.Attribute) and is_self(node.value)
+    }
 
 
 @functools.cache

@@ -2,9 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-
-import pytest
+from unittest import mock
 
 import ampatch
 
@@ -14,21 +12,11 @@ _NAMES = ("register_half_function", "register_float_function", "register_promote
 @contextlib.contextmanager
 def forgotten_afterwards() -> Iterator[None]:
     """Context manager: what `ampatch.register_*_function` registers inside ends with it."""
-    places: list[tuple] = []
-
-    def noting(register: Any) -> Any:
-        def registered(*place: Any) -> None:
-            register(*place)
-            places.append(place)
-
-        return registered
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _NAMES:
-            patch.setattr(ampatch, name, noting(getattr(ampatch, name)))
-        try:
+    spies = {name: mock.Mock(wraps=getattr(ampatch, name)) for name in _NAMES}
+    try:
+        with mock.patch.multiple(ampatch, **spies):
             yield
-        finally:
-            for place in places:
-                with contextlib.suppress(ValueError):  # the test may have taken it back itself
-                    ampatch.unregister_function(*place)
+    finally:
+        for call in (call for spy in spies.values() for call in spy.call_args_list):
+            with contextlib.suppress(ValueError):  # the test may have taken it back itself
+                ampatch.unregister_function(*call.args)

@@ -3,115 +3,91 @@
 python resuming.py FOLDER     # prints one line per run that did not go on bit for bit
 """
 
+import copy
 import itertools
+import math
 import sys
+from functools import partial
 from pathlib import Path
 
+import small_training
 import torch
-import torch.nn.functional as F
-from torch import nn
+from session_pairs import build
+from small_training import data
 
 import ampatch
 from ampatch.compat.apex.optimizers import FusedLAMB
 
-LEVELS = ("O0", "O1", "O2", "O3")
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 ORDERS = list(itertools.permutations(["model", "optimizer", "amp"]))
 # The default eps of 1e-8 is 0 in float16: at O3 Adam would divide by it.
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-4}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4}),
-    "FusedLAMB": (FusedLAMB, {"lr": 0.05}),  # counts steps in its groups
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+AdamW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+KINDS = {
+    "SGD": partial(SGD, foreach=False),
+    "SGD fused": partial(SGD, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=0.01, eps=1e-4, foreach=False),
+    "AdamW foreach": partial(AdamW, foreach=True),
+    "AdamW fused": partial(AdamW, fused=True),
+    "FusedLAMB": partial(FusedLAMB, lr=0.05),  # counts steps in its groups
 }
-KERNELS = {
-    **{"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}},
-    "own": {},
-}
-# What an optimizer keeps by parameter, and whether host or device decides of a skip.
-KINDS = [
-    *[("SGD", "plain"), ("SGD", "fused"), ("Adam", "plain")],
-    *[("AdamW", "foreach"), ("AdamW", "fused"), ("FusedLAMB", "own")],
-]
+"""What an optimizer keeps by parameter, and whether host or device decides of a skip."""
 SAVED_AFTER, END, OVERFLOW = 5, 10, 2  # steps
 
 
 def runs():
-    """Every level and half dtype with each of `KINDS`, as `(name, arguments of start)`."""
-    for level, dtype, (kind, kernel) in itertools.product(LEVELS, HALF_DTYPES, KINDS):
-        if (level, kind, kernel) == ("O3", "SGD", "fused"):
-            continue  # torch's kernel leaves half parameters unchanged; initialize refuses it
-        yield f"{level} {str(dtype)[6:]} {kind} {kernel}", (level, dtype, kind, kernel)
+    """Every level and half dtype with each of `KINDS`: arguments of `start`."""
+    levels, dtypes = ("O0", "O1", "O2", "O3"), (torch.float16, torch.bfloat16)
+    for level, dtype, kind in itertools.product(levels, dtypes, KINDS):
+        if (level, kind) != ("O3", "SGD fused"):  # its kernel skips half weights; it is refused
+            yield level, dtype, kind
 
 
-def build(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def make_optimizer(model, kind="Adam", kernel="plain"):
-    cls, options = OPTIMIZERS[kind]
-    return cls(model.parameters(), **options, **KERNELS[kernel])
-
-
-def start(level, dtype, kind, kernel="plain", seed=0):
+def start(level, dtype, kind, seed=0):
     model = build(seed)
-    optimizer = make_optimizer(model, kind, kernel)
+    optimizer = KINDS[kind](model.parameters())
     settings = {"loss_scale": "dynamic", "init_scale": 512.0, "growth_interval": 3}
     ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **settings)
     return model, optimizer
 
 
 def train(model, optimizer, steps):
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(6, 4, generator=generator)
-        targets = torch.randn(6, 2, generator=generator)
-        loss = F.mse_loss(model(inputs).float(), targets)
-        with ampatch.scale_loss(loss, optimizer) as scaled:
-            (scaled * torch.inf if step == OVERFLOW else scaled).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    factors = [math.inf if step == OVERFLOW else 1.0 for step in steps]
+    return [
+        small_training.train(model, optimizer, data(step), factor)
+        for step, factor in zip(steps, factors)
+    ]
 
 
 def checkpoint(model, optimizer):
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "amp": ampatch.state_dict(),
-    }
+    parts = {"model": model, "optimizer": optimizer, "amp": ampatch}
+    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def load(saved, order, model, optimizer):
-    for part in order:
-        if part == "amp":
-            ampatch.load_state_dict(saved["amp"])
-        else:
-            {"model": model, "optimizer": optimizer}[part].load_state_dict(saved[part])
+    parts = {"model": model, "optimizer": optimizer, "amp": ampatch}
+    for name in order:
+        parts[name].load_state_dict(saved[name])
 
 
-def everything(model, optimizer):
-    """Weights, buffers, masters, optimizer state and loss scale, copied."""
-    results = [*model.parameters(), *model.buffers(), *ampatch.master_params(optimizer)]
-    for param in ampatch.master_params(optimizer):
-        state = optimizer.state[param]
-        results += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+def rest(model, optimizer):
+    """The losses until the end, and then weights, buffers, masters, states and loss scale."""
+    losses = train(model, optimizer, range(SAVED_AFTER, END))
     scale = ampatch.state_dict()["loss_scaler0"]
-    results += [torch.tensor(scale["loss_scale"]), torch.tensor(scale["unskipped"])]
-    return [tensor.detach().clone() for tensor in results]
+    numbers = torch.tensor([*losses, scale["loss_scale"], scale["unskipped"]])
+    return [numbers, *small_training.everything(model, optimizer)]
+
+
+def path_of(folder, run):
+    return Path(folder, " ".join(map(str, run)))
 
 
 def save_all(folder):
     """Train every run to its end; leave a checkpoint from half-way, and what came of it."""
-    for name, run in runs():
+    for run in runs():
         model, optimizer = start(*run)
         train(model, optimizer, range(SAVED_AFTER))
-        torch.save(checkpoint(model, optimizer), Path(folder) / f"{name}.saved")
-        losses = train(model, optimizer, range(SAVED_AFTER, END))
-        torch.save(losses + everything(model, optimizer), Path(folder) / f"{name}.expected")
+        saved = copy.deepcopy(checkpoint(model, optimizer))  # it aliases the weights
+        torch.save([saved, rest(model, optimizer)], path_of(folder, run))
         ampatch.deactivate()
 
 
@@ -120,17 +96,15 @@ def resume_all(folder):
 
     Plain SGD loads in all six orders, the others in one, taken in turn.
     """
-    for number, (name, run) in enumerate(runs()):
-        expected = torch.load(Path(folder) / f"{name}.expected", weights_only=True)
-        for order in ORDERS if "SGD plain" in name else [ORDERS[number % 6]]:
+    for number, run in enumerate(runs()):
+        for order in ORDERS if run[-1] == "SGD" else [ORDERS[number % 6]]:
+            saved, expected = torch.load(path_of(folder, run), weights_only=True)
             model, optimizer = start(*run, seed=7)
-            saved = torch.load(Path(folder) / f"{name}.saved", weights_only=True)
             load(saved, order, model, optimizer)
-            actual = train(model, optimizer, range(SAVED_AFTER, END))
-            actual += everything(model, optimizer)
+            actual = rest(model, optimizer)
             same = [a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(actual, expected)]
             if len(actual) != len(expected) or not all(same):
-                yield f"{name}: {', '.join(order)}"
+                yield f"{run}: {order}"
             ampatch.deactivate()
 
 

@@ -39,6 +39,7 @@ class Driver:
         self.case = ""
         self.started: list[tuple[nn.Module, Any]] = []
         self._others: list[Driver] = []
+        self._settings = {"opt_level": level, "dtype": half, "init_scale": INIT_SCALE}
 
     def another(self, level: str | None = None, half: torch.dtype | None = None) -> Any:
         """A driver for a second session, whose weights are compared too."""
@@ -100,30 +101,18 @@ class Ampatch(Driver):
         With one model and a list of optimizers they all are that model's.
         """
         nets, optimizers = _made(net, make, self.device)
-        settings = {"verbosity": 1, "init_scale": INIT_SCALE, **settings}
-        ampatch.initialize(
-            nets,
-            [o for o in optimizers if o is not None],
-            opt_level=self.level,
-            dtype=self.half,
-            **settings,
-        )
+        self._settings |= {"verbosity": 1, **settings}
+        ampatch.initialize(nets, [o for o in optimizers if o is not None], **self._settings)
         return self._started(net, nets, optimizers)
 
     def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> AbstractContextManager[Tensor]:
         return ampatch.scale_loss(loss, optimizers, **block)
 
-    def casts(self) -> AbstractContextManager:
-        """Around calls outside a model's forward: at O1 the session casts everywhere."""
+    def casts(self, *_: Any) -> AbstractContextManager:
+        """The session does what the oracle does there by hand."""
         return contextlib.nullcontext()
 
-    def half_weights(self, model: nn.Module) -> AbstractContextManager:
-        """Around parts of a model that are called by themselves."""
-        return contextlib.nullcontext()
-
-    def parts(self, model: nn.Module) -> AbstractContextManager:
-        """Around code that calls parts of a model."""
-        return contextlib.nullcontext()
+    half_weights = parts = casts
 
     def no_casts(self) -> AbstractContextManager:
         """Around calls that are not to be cast."""
@@ -145,18 +134,12 @@ class Ampatch(Driver):
         nets, optimizers = zip(*self.started, strict=True)
         started, self.started = self.started, []
         ampatch.deactivate()
-        ampatch.initialize(
-            list(dict.fromkeys(nets)),
-            list(optimizers),
-            opt_level=self.level,
-            dtype=self.half,
-            init_scale=INIT_SCALE,
-        )
+        ampatch.initialize(list(dict.fromkeys(nets)), list(optimizers), **self._settings)
         self.started = started
 
-    def scale(self) -> float:
+    def scale(self, loss_id: int = 0) -> float:
         """The loss scale that the next loss is multiplied by."""
-        return ampatch.loss_scale()
+        return ampatch.loss_scale(loss_id)
 
 
 class ByHand(Driver):
@@ -166,8 +149,8 @@ class ByHand(Driver):
 
     def __init__(self, level: str, half: torch.dtype) -> None:
         super().__init__(level, half)
-        self._scale = 1.0
         self._dynamic = False
+        self._waits = False  # gradients wait scaled, and are judged with the next ones
         self._in_half: list[nn.Module] = []  # models whose forward runs
         self._copies: dict[nn.Module, dict[int, Tensor]] = {}  # of its last forward with a graph
 
@@ -175,7 +158,12 @@ class ByHand(Driver):
         scaled = self.half is torch.float16 and self.level in ("O1", "O2")
         wanted = settings.get("loss_scale") or ("dynamic" if scaled else 1.0)
         self._dynamic = wanted == "dynamic"
-        self._scale = settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
+        self._interval = settings.get("growth_interval", 2000)
+        self._first_scale = (
+            settings.get("init_scale", INIT_SCALE) if self._dynamic else float(wanted)
+        )
+        self._cap = settings.get("max_loss_scale", 2.0**24)
+        self._scales = [[self._first_scale, 0] for _ in range(settings.get("num_losses", 1))]
         nets, optimizers = _made(net, make, self.device)
         for model in nets:
             self._convert(model)
@@ -199,7 +187,8 @@ class ByHand(Driver):
 
     @contextmanager
     def half_weights(self, net: nn.Module, again: bool = False) -> Iterator[None]:
-        """All FP32 weights but those of batch norms; `again`: the copies of the last forward."""
+        """Around parts of a model that are called by themselves: all FP32 weights but those of
+        batch norms; `again`: the copies of the last forward."""
         if self.level != "O2" or net in self._in_half:
             yield
             return
@@ -229,7 +218,8 @@ class ByHand(Driver):
 
     @contextmanager
     def parts(self, model: nn.Module) -> Iterator[None]:
-        """At O2 each part casts its inputs to half and its result to FP32."""
+        """Around code that calls parts of a model: at O2 each casts its inputs to half and its
+        result to FP32."""
         handles = []
         for part in model.children() if self.level == "O2" else ():
             if isinstance(part, _BatchNorm) or not list(part.parameters()):
@@ -263,22 +253,37 @@ class ByHand(Driver):
             param.copy_(torch.where(written, copy.to(param.dtype), param))
 
     @contextmanager
-    def scaled(self, loss: Tensor, optimizers: Any, **block: Any) -> Iterator[Tensor]:
+    def scaled(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False
+    ) -> Iterator[Tensor]:
+        scale = self.scale(loss_id)
         optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         params = list({p: None for o in optimizers for g in o.param_groups for p in g["params"]})
         with ExitStack() as around:
             for net in self._copies:  # checkpoints run parts of the forward again
                 around.enter_context(self.half_weights(net, again=True))
-            if self._scale == 1.0 and not self._dynamic:  # as in FP32 training
+            if scale == 1.0 and not self._dynamic:  # as in FP32 training
                 yield loss.float()
                 return
-            passed = around.enter_context(self._collecting(params))
-            yield loss.float() * self._scale
-        if self._dynamic and not all(map(finite, passed)):
-            self._scale /= 2
+            passed = around.enter_context(self._collecting(params, scale))
+            yield loss.float() * scale
+        judged = [param.grad for param in params] if self._waits else passed
+        self._waits = delay_unscale
+        if self._dynamic and not delay_unscale:
+            self._move(self._scales[loss_id], all(map(finite, judged)))
+
+    def _move(self, state: list, is_clean: bool) -> None:
+        """The scale and the clean steps since it moved."""
+        scale, clean = state[0], state[1] + 1
+        if not is_clean:
+            state[:] = scale / 2, 0
+        elif clean == self._interval:
+            state[:] = min(scale * 2, self._cap), 0
+        else:
+            state[1] = clean
 
     @contextmanager
-    def _collecting(self, params: list[Tensor]) -> Iterator[list[Tensor | None]]:
+    def _collecting(self, params: list[Tensor], scale: float) -> Iterator[list[Tensor | None]]:
         """Set earlier gradients aside; add what a pass leaves, unscaled.  Gives the pass's own."""
         earlier = [param.grad for param in params]
         for param in params:
@@ -291,7 +296,7 @@ class ByHand(Driver):
             new = passed or [None] * len(params)  # it broke off: what was there before
             for param, before, grad in zip(params, earlier, new, strict=True):
                 if grad is not None:  # into the memory that is there, as autograd adds
-                    grad = grad / self._scale
+                    grad = grad / scale
                     before = grad.clone() if before is None else before.add_(grad)
                 param.grad = before
 
@@ -301,6 +306,7 @@ class ByHand(Driver):
         return self._dynamic and not all(finite(p.grad) for p in params)
 
     def casts(self) -> AbstractContextManager:
+        """Around calls outside a model's forward: at O1 they are cast."""
         if self.level != "O1":
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.half)
@@ -312,7 +318,7 @@ class ByHand(Driver):
         return super(type(model), model).__call__(*args)
 
     def set_scale(self, value: float) -> None:
-        self._scale = value
+        self._scales[0][0] = value
 
     def pair(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         fresh = copy.deepcopy(model)
@@ -328,10 +334,10 @@ class ByHand(Driver):
 
     def renew(self) -> None:
         """What a second `initialize` keeps is everything, so there is nothing to do."""
-        self._scale = INIT_SCALE if self._dynamic else self._scale
+        self._scales = [[self._first_scale, 0] for _ in self._scales]
 
-    def scale(self) -> float:
-        return self._scale
+    def scale(self, loss_id: int = 0) -> float:
+        return self._scales[loss_id][0]
 
 
 class Rounded(torch.autograd.Function):

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,14 +44,25 @@ class Net(nn.Module):
         return self.head(x + self.late(x))
 
 
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+AdamW = partial(torch.optim.AdamW, lr=0.01)
+OPTIMIZERS = {
+    "sgd": SGD,
+    "sgd fused": partial(SGD, fused=True),
+    "adam": AdamW,
+    "adam fused": partial(AdamW, fused=True),
+    "adam foreach": partial(AdamW, foreach=True),
+}
+SCALING = {"num_losses": 2, "growth_interval": 3, "max_loss_scale": 2.0**12}
+
+
 class Run:
-    def __init__(self, amp: Driver, adam: bool) -> None:
+    def __init__(self, amp: Driver, optimizer: str) -> None:
         self.amp = amp
-        make = torch.optim.AdamW if adam else torch.optim.SGD
-        options = {"lr": 0.01} if adam else {"lr": 0.05, "momentum": 0.9}
-        net = Net()
-        trained = [p for p in net.parameters() if p.requires_grad]
-        self.model, self.optimizer = amp.start(net, make(trained, **options))
+        make = OPTIMIZERS[optimizer]
+        self.model, self.optimizer = amp.start(
+            Net(), lambda params: make([p for p in params if p.requires_grad]), **SCALING
+        )
         self.waiting: list[Tensor] = []
         self.handles: list[Any] = []
         self.accumulated: list[list[Tensor]] = [[] for _ in range(8)]  # in no order among weights
@@ -70,10 +82,19 @@ class Run:
     def params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def has_static_scale(self) -> bool:
+        return self.amp.level == "O3" or self.amp.half is torch.bfloat16
+
     def moves_weights(self) -> None:
         """What waits has the weights in its graph (O3), or a recompute would ask for them (O2)."""
         if self.amp.is_half_model:
             self.waiting.clear()
+
+
+def poisoned(grad: Tensor, where: int, bad: float) -> Tensor:
+    grad = grad.clone()
+    grad.view(-1)[where % grad.numel()] = bad
+    return grad
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -85,16 +106,6 @@ class Actions(Run):
     """What a program may do: each does the same under both drivers."""
 
     # Passes
-
-    def train(self, number: int) -> None:
-        self.moves_weights()
-        self.amp.step(self.loss(number), self.optimizer)
-
-    def accumulate(self, number: int) -> None:
-        self.amp.backward(self.loss(number) / 2, self.optimizer)
-
-    def forward(self, number: int) -> None:
-        self.waiting.append(self.loss(number, checkpointed=number % 3 == 0))
 
     def backward(self, number: int) -> None:
         if self.waiting:
@@ -111,15 +122,6 @@ class Actions(Run):
             scaled.backward(retain_graph=True)
             scaled.backward()
 
-    def backward_for_one_weight(self, number: int) -> None:
-        self.amp.backward(self.loss(number), self.optimizer, inputs=[self.model.head.weight])
-
-    def backward_without_scaler(self, number: int) -> None:
-        self.amp.plain_backward(self.loss(number) / 2)
-
-    def forget_waiting(self, number: int) -> None:
-        self.waiting.clear()
-
     def train_with_penalty(self, number: int) -> None:
         self.moves_weights()
         self.optimizer.zero_grad()
@@ -133,12 +135,35 @@ class Actions(Run):
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.amp.record(*torch.autograd.grad(loss, params))
 
-    def train_on_nan(self, number: int) -> None:
-        if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
-            return  # a static scale: the NaN would stay
+    def overflow(self, number: int) -> None:
+        """An inf or NaN of the loss, on its way to a weight or at rest, in the block of a loss
+        scale; maybe another block comes before it is unscaled.  The step is skipped, or the
+        gradients are thrown away and the next step is not."""
+        if self.has_static_scale():
+            return  # the NaN would stay
         self.moves_weights()
-        self.amp.step(self.loss(number) * math.nan, self.optimizer)
-        self.optimizer.zero_grad()
+        loss_id, delays, is_stepped = number % 2, number % 3 == 0, number % 5 < 3
+        bad, weight = (math.inf, math.nan)[number % 7 % 2], self.model.head.weight
+        where = ("loss", "hook", "grad")[number % 11 % 3]
+        handle = weight.register_hook(lambda grad: poisoned(grad, number, bad))
+        if where != "hook":
+            handle.remove()
+        loss = self.loss(number) * (bad if where == "loss" else 1)
+        with self.amp.scaled(loss, self.optimizer, loss_id=loss_id, delay_unscale=delays) as scaled:
+            scaled.backward()
+            if where == "grad":
+                weight.grad.copy_(poisoned(weight.grad, number, bad))
+        handle.remove()
+        if delays:
+            self.amp.backward(self.loss(number), self.optimizer, {"loss_id": loss_id})
+        self.amp.record(self.amp.scale(loss_id))
+        if is_stepped:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad(set_to_none=number % 2 == 0)
+            self.amp.backward(self.loss(number), self.optimizer)
+            self.optimizer.step()
 
     def forward_fails(self, number: int) -> None:
         try:
@@ -154,7 +179,7 @@ class Actions(Run):
                 scaled.backward()
                 raise ZeroDivisionError
         except ZeroDivisionError:
-            if self.amp.level == "O3" or self.amp.half is torch.bfloat16:
+            if self.has_static_scale():
                 self.optimizer.zero_grad()  # a scale of 1: the pass has left them, as in FP32
 
     def forward_without_casts(self, number: int) -> None:
@@ -194,10 +219,6 @@ class Actions(Run):
 
     # Steps
 
-    def step(self, number: int) -> None:
-        self.moves_weights()
-        self.optimizer.step()
-
     def step_with_closure(self, number: int) -> None:
         self.moves_weights()
 
@@ -229,9 +250,6 @@ class Actions(Run):
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * (1 + number % 5)
 
-    def reload_optimizer(self, number: int) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-
     def join_late_layer(self, number: int) -> None:
         if self.joined:
             return
@@ -241,12 +259,6 @@ class Actions(Run):
         self.optimizer.add_param_group({"params": list(self.model.late.parameters()), "lr": 0.02})
 
     # Gradients
-
-    def zero_by_optimizer(self, number: int) -> None:
-        self.optimizer.zero_grad()
-
-    def clip_norm(self, number: int) -> None:
-        self.amp.record(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
 
     def clip_value(self, number: int) -> None:
         if any(p.grad is not None for p in self.params()):  # else torch itself raises
@@ -282,22 +294,12 @@ class Actions(Run):
         if p.requires_grad and self.amp.level == "O1":
             self.handles.append(p.register_post_accumulate_grad_hook(note))
 
-    def hook_a_module(self, number: int) -> None:
-        self.handles.append(self.model.shared.register_forward_hook(lambda m, args, out: out * 0.5))
-
-    def hook_a_modules_backward(self, number: int) -> None:
-        self.handles.append(self.model.head.register_full_backward_hook(lambda *_: None))
-
     def remove_hooks(self, number: int) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     # Weights
-
-    def freeze_or_unfreeze(self, number: int) -> None:
-        self.moves_weights()
-        self.model.first.requires_grad_(number % 2 == 0)
 
     def write_into_state_dict(self, number: int) -> None:
         self.moves_weights()
@@ -307,10 +309,6 @@ class Actions(Run):
     def update_mean(self, number: int) -> None:
         for key, value in self.model.state_dict().items():
             self.mean[key].lerp_(value.to(self.mean[key].dtype), 0.5)
-
-    def load_others(self, number: int) -> None:
-        self.moves_weights()
-        self.model.load_state_dict(Net(number % 7).state_dict())
 
     # Sessions
 
@@ -324,7 +322,7 @@ class Actions(Run):
             ampatch.load_state_dict(ampatch.state_dict())
 
     def change_loss_scale(self, number: int) -> None:
-        if self.amp.half is torch.float16 and self.amp.level != "O3":
+        if not self.has_static_scale():
             self.amp.set_scale(2.0 ** (6 + number % 6))
 
 
@@ -332,23 +330,51 @@ def resets(reset: Callable) -> Callable[[Actions, int], None]:
     return lambda run, number: reset(run.amp, run.model, run.optimizer)
 
 
-def writes(write: Callable) -> Callable[[Actions, int], None]:
+def moving(act: Callable) -> Callable[[Actions, int], None]:
     def action(run: Actions, number: int) -> None:
         run.moves_weights()
-        write(run.weight(number))
+        act(run, number)
 
     return action
 
 
+def writes(write: Callable) -> Callable[[Actions, int], None]:
+    return moving(lambda run, number: write(run.weight(number)))
+
+
 ACTIONS: dict[str, Callable[[Actions, int], None]] = {
     **{name: action for name, action in vars(Actions).items() if not name.startswith("_")},
+    "train": moving(lambda run, n: run.amp.step(run.loss(n), run.optimizer)),
+    "accumulate": lambda run, n: run.amp.backward(run.loss(n) / 2, run.optimizer),
+    "accumulate without the scaler": lambda run, n: run.amp.plain_backward(run.loss(n) / 2),
+    "accumulate for one weight": lambda run, n: run.amp.backward(
+        run.loss(n), run.optimizer, inputs=[run.model.head.weight]
+    ),
+    "forward": lambda run, n: run.waiting.append(run.loss(n, checkpointed=n % 3 == 0)),
+    "forget what waits": lambda run, n: run.waiting.clear(),
+    "step": moving(lambda run, n: run.optimizer.step()),
+    "zero": lambda run, n: run.optimizer.zero_grad(),
+    "clip norm": lambda run, n: run.amp.record(
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    ),
+    "reload optimizer": lambda run, n: run.optimizer.load_state_dict(
+        copy.deepcopy(run.optimizer.state_dict())
+    ),
+    "load other weights": moving(lambda run, n: run.model.load_state_dict(Net(n % 7).state_dict())),
+    "freeze or unfreeze": moving(lambda run, n: run.model.first.requires_grad_(n % 2 == 0)),
+    "hook a module": lambda run, n: run.handles.append(
+        run.model.shared.register_forward_hook(lambda m, args, out: out * 0.5)
+    ),
+    "hook a module's backward": lambda run, n: run.handles.append(
+        run.model.head.register_full_backward_hook(lambda *_: None)
+    ),
     **{f"gradients {name}": resets(reset) for name, reset in RESETS.items()},
     "write by data": writes(lambda p: p.data.mul_(0.75)),
     "write a clamp": writes(lambda p: p.data.clamp_(-0.25, 0.25)),
     "write under no_grad": writes(torch.no_grad()(lambda p: p.mul_(0.75))),
     "write by replacing data": writes(replaced),
 }
-OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero_by_optimizer")
+OFTEN = ("train", "train", "accumulate", "forward", "backward", "step", "zero")
 
 
 def program(seed: int, length: int = 25) -> Program:
@@ -361,11 +387,11 @@ def program(seed: int, length: int = 25) -> Program:
         )
         for _ in range(length)
     ]
-    return [(chance.choice(["sgd", "adam"]), 0), *chosen, ("train", 1), ("evaluate", 2)]
+    return [(chance.choice(list(OPTIMIZERS)), 0), *chosen, ("train", 1), ("evaluate", 2)]
 
 
 def results(driver: Driver, actions: Program) -> list[Tensor]:
-    run = Actions(driver, adam=actions[0][0] == "adam" and driver.level != "O3")
+    run = Actions(driver, actions[0][0] if driver.level != "O3" else "sgd")
     for name, number in actions[1:]:
         ACTIONS[name](run, number)
     return [*driver.seen, *itertools.chain(*run.accumulated), *driver.weights()]

@@ -4,26 +4,10 @@ import math
 from functools import partial
 
 import torch
-from drivers import SGD
 from situations import Block, batches, mlp, mse, network, situation, trained
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
-
-
-@situation()
-def accumulation_each_in_its_block(amp):
-    """Every other step is taken on what has piled up since the step before; later on the sum is
-    clipped in each micro-batch."""
-    model, optimizer = amp.start(mlp())
-    for number, (x, y) in enumerate(batches(12)):
-        amp.backward(mse(model(x), y) / 3, optimizer)
-        if number >= 6:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if number % 3 == 2:
-            optimizer.step()
-        if number % 6 == 5:
-            optimizer.zero_grad()
 
 
 @situation("O1 O2", halves="bf16")
@@ -39,73 +23,16 @@ def accumulation_by_plain_backward(amp):
             p.grad = None
 
 
-@situation("O1 O2")
-def accumulation_of_a_block_and_a_plain_backward(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        amp.plain_backward(mse(model(-x), y))
-        amp.backward(mse(model(2 * x), y), optimizer)
-        optimizer.step()
-
-
 @situation()
-def several_backwards_in_one_block(amp):
+def gradient_penalties_on_inputs(amp):
+    """On weights: `programs.py`."""
     model, optimizer = amp.start(mlp())
     for x, y in batches(4):
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        amp.record(loss)
-        with amp.scaled(loss, optimizer) as scaled:
-            scaled.backward(retain_graph=True)
-            scaled.backward()
-        optimizer.step()
-
-
-@situation()
-def gradient_penalties_on_weights_and_on_inputs(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        loss = mse(model(x), y)
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        penalty = sum(grad.float().square().sum() for grad in grads)
-        amp.record(penalty)
-        amp.step(loss + penalty, optimizer)
         x.requires_grad_()
         out = model(x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         amp.record(grad)
         amp.step(mse(out, y) + grad.norm(dim=1).sub(1).square().mean(), optimizer)
-
-
-@situation()
-def a_gan(amp):
-    """The generator's loss reaches the discriminator, whose gradients are then zeroed."""
-    (maker, judge), (first, second) = amp.start(
-        [nn.Sequential(mlp(0), nn.Linear(2, 4)), mlp(1)], [SGD, partial(SGD, lr=0.05)]
-    )
-    for x, y in batches(4):
-        fake = maker(x)
-        amp.step(mse(judge(x), y) + mse(judge(fake.detach()), -y), second)
-        amp.step(mse(judge(fake), y), first)
-
-
-@situation()
-def evaluations_in_between(amp):
-    """Under `no_grad` and in inference mode, between steps and while a graph waits."""
-    model, optimizer = amp.start(mlp(norm=True))
-    for x, y in batches(4):
-        for mode in (torch.no_grad, torch.inference_mode):
-            model.eval()
-            with mode():
-                amp.record(model(x))
-            model.train()
-            amp.step(mse(model(x), y), optimizer)
-        loss = mse(model(x), y)
-        with torch.no_grad():
-            amp.record(model(2 * x))
-        amp.step(loss, optimizer)
 
 
 @situation("O1 O2")

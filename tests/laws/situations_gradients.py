@@ -30,7 +30,7 @@ def detached_and_zeroed(p):
     p.grad.data.zero_()
 
 
-RESETS = {
+RESETS = {  # actions of `programs.py`
     "by the model": lambda amp, model, optimizer: model.zero_grad(),
     "to zeros": lambda amp, model, optimizer: optimizer.zero_grad(set_to_none=False),
     "to None, the commonest old idiom": for_each_gradient(to_none),
@@ -39,34 +39,10 @@ RESETS = {
 }
 
 
-@situation()
-def gradients_are_reset(amp):
-    """Two backward passes; a reset in between throws the first one's gradients away."""
-    model, optimizer = amp.start(mlp())
-    for reset in each(amp, RESETS):
-        for x, y in batches(2):
-            amp.backward(mse(model(-x), y), optimizer)
-            reset(amp, model, optimizer)
-            amp.backward(mse(model(x), y), optimizer)
-            optimizer.step()
-            reset(amp, model, optimizer)
-
-
-def logged(amp, model, optimizer):
-    """`p.grad` is there for code between the block and the step."""
-    for p in model.parameters():
-        assert p.grad is not None, "no gradient to log"
-        amp.record(p.grad.float().norm())
-
-
 def listed(amp, model, optimizer):
     grads = [p.grad for p in model.parameters()]
     amp.record(*torch._foreach_norm([grad.float() for grad in grads]))
     torch._foreach_mul_(grads, 0.5)
-
-
-def clipped_by_norm(amp, model, optimizer):
-    amp.record(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 def clipped_in_a_loop_over_masters(amp, model, optimizer):
@@ -87,13 +63,7 @@ def replaced(p):
 
 
 CHANGES = {
-    "norms are logged": logged,
-    "clipped by norm": clipped_by_norm,
-    "clipped by value": lambda amp, model, optimizer: torch.nn.utils.clip_grad_value_(
-        model.parameters(), 0.01
-    ),
     "clipped in a loop over masters": clipped_in_a_loop_over_masters,
-    "averaged by hand": for_each_gradient(lambda p: p.grad.mul_(0.25)),
     "averaged through data": for_each_gradient(lambda p: p.grad.data.div_(4)),
     "centralized": for_each_gradient(centralized),
     "replaced": for_each_gradient(replaced),
@@ -108,26 +78,6 @@ def gradients_are_changed_before_the_step(amp):
     model, optimizer = amp.start(mlp())
     for change in each(amp, CHANGES):
         plain_loop(amp, model, optimizer, 2, on_gradients=partial(change, amp, model, optimizer))
-
-
-@situation()
-def gradients_written_by_hand(amp):
-    """No backward at all (an evolution strategy's, another framework's, `autograd.grad`'s), and
-    what is there before a block is added to, not scaled."""
-    model, optimizer = amp.start(mlp(), PLAIN)
-    params = list(model.parameters())
-    for number, (x, y) in enumerate(batches(3)):
-        for p in params:
-            p.grad = torch.full_like(p, 0.25 * (number + 1))
-        optimizer.step()
-        optimizer.zero_grad()
-        for p, g in zip(params, torch.autograd.grad(mse(model(x), y), params)):
-            p.grad = g
-        optimizer.step()
-        for p in params:
-            p.grad = torch.full_like(p, 0.125)
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.step()
 
 
 @situation()
@@ -211,14 +161,6 @@ def gradients_of_a_single_weight(amp):
         amp.step(hidden.float().square().mean(), optimizer)
 
 
-@situation()
-def sparse_embedding_gradients(amp):
-    model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
-    for x, y in batches(4):
-        words = (x[:, 0].abs() * 3).long().clamp(max=9)
-        amp.step(mse(model(words), y), optimizer)
-
-
 @situation("O1 O2")
 def sparse_gradients_that_overflow_or_wait(amp):
     make = partial(torch.optim.SparseAdam, lr=0.1)
@@ -231,16 +173,18 @@ def sparse_gradients_that_overflow_or_wait(amp):
         optimizer.step()
 
 
-@situation("O1 O2")
-def sparse_embedding_with_a_hook_and_asked_for_alone(amp):
+@situation(cases={"": 9})
+@situation("O1 O2", cases={"with_a_hook_and_asked_for_alone": 2})
+def sparse_embedding_gradients(amp, case):
     model, optimizer = amp.start(nn.Sequential(nn.Embedding(10, 4, sparse=True), mlp()), PLAIN)
     weight = model[0].weight
     for number, (x, y) in enumerate(batches(4)):
-        if number == 2:
+        if number == case:
             weight.register_hook(lambda grad: grad * 1)
         words = (x[:, 0].abs() * 3).long().clamp(max=9)
         amp.step(mse(model(words), y), optimizer)
-        amp.record(torch.autograd.grad(mse(model(words), y), weight)[0].to_dense())
+        if case < 4:
+            amp.record(torch.autograd.grad(mse(model(words), y), weight)[0].to_dense())
 
 
 @situation("O1 O2")

@@ -1,16 +1,19 @@
 """Situations: backward passes, graphs that wait, checkpoints, transforms and threads."""
 
+import contextlib
 import threading
 from functools import partial
 
 import torch
-from situations import Block, batches, each, mlp, mse, plain_loop, situation, trained
+from situations import HALVES, Block, batches, each, look, mlp, mse, plain_loop, situation, trained
 from small_training import in_threads
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-EARLY = (torch.autograd.backward, torch.autograd.grad)  # a tuple is not rebound
+from ampatch.session.facade import session_of
+
+EARLY = (torch.autograd.backward,)  # a tuple is not rebound
 
 
 class Early:
@@ -44,29 +47,6 @@ def backward_by_other_names(amp):
             with amp.scaled(loss, optimizer) as scaled:
                 backward(scaled)
             optimizer.step()
-
-
-@situation()
-def gradients_asked_for_with_autograd_grad(amp):
-    """Also by a name that was bound early."""
-    model, optimizer = amp.start(Block())
-    for x, y in batches(3):
-        for ask in (EARLY[1], torch.autograd.grad):
-            amp.record(*ask(mse(model(x), y), list(model.parameters())))
-        amp.step(mse(model(x), y), optimizer)
-
-
-@situation()
-def several_forwards_before_their_backwards(amp):
-    """Of each pair one pass is for some inputs only."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        first, second = mse(model(x), y), mse(model(-x), y)
-        amp.backward(first, optimizer, inputs=list(model[2].parameters()))
-        amp.backward(second, optimizer)
-        optimizer.step()
-        amp.step(sum(mse(model(x * k), y) for k in range(10)), optimizer)
 
 
 class Checkpointed(Block):
@@ -260,6 +240,42 @@ def a_fake_tensor_mode_before_a_real_step(amp):
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(torch.empty(6, 4))
     plain_loop(amp, model, optimizer)
+
+
+PLANS = {
+    "model": ("O1 fp16", "O1 bf16", "O2 fp16", "O3 bf16", "O0 bf16"),
+    "process": ("O1 fp16", "O2 fp16", "O3 bf16", "O0 bf16"),  # losses follow the one session at O1
+}
+
+
+TURNS = {
+    f"scope_{scope}_begun_by_{plan[first]}": (scope, plan[first:] + plan[:first])
+    for scope, plan in PLANS.items()
+    for first in range(len(plan))
+}
+
+
+@situation("O1", halves="fp16", cases=TURNS)
+def sessions_that_take_turns(amp, case):
+    """The first of them is closed before the others; a model is in none."""
+    scope, plan = case
+    plain, trainings = mlp(9), []
+    for seed, cell in enumerate(plan):
+        level, half = cell.split()
+        driver = amp if cell == "O1 fp16" else amp.another(level, HALVES[half])
+        started = driver.start(mlp(seed, norm=True), patch_scope=scope, loss_scale=128.0)
+        trainings.append((driver, *started))
+    for number, (x, y) in enumerate(batches(4)):
+        if number == 2:
+            _, closed, _ = trainings.pop(0)
+            if not amp.by_hand:
+                session_of(closed).close()
+                assert {param.dtype for param in closed.parameters()} == {torch.float32}
+        for driver, model, optimizer in reversed(trainings):
+            driver.step(mse(model(x), y), optimizer)
+            look(driver, model)
+        with amp.no_casts() if scope == "process" else contextlib.nullcontext():
+            look(amp, plain)
 
 
 @situation("O1")

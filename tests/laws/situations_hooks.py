@@ -107,22 +107,6 @@ def multi_grad_hook_between_forward_and_backward(amp):
     amp.record(len(amp.seen))
 
 
-@situation()
-def hooks_that_change_a_weights_gradient(amp):
-    """One that is there before the forward, and one that is added behind it."""
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(4):
-        before = model[0].weight.register_hook(lambda g: g * 0.5)
-        loss = mse(model(x), y)
-        behind = model[0].weight.register_hook(lambda g: g * 4)
-        optimizer.zero_grad()
-        amp.backward(loss, optimizer)
-        before.remove()
-        amp.step(mse(model(x), y), optimizer)
-        behind.remove()
-        amp.step(mse(model(x), y), optimizer)
-
-
 @situation("O1")
 def a_step_in_backward(amp):
     """An optimizer for each weight, called by its accumulator; no scaler can know of it."""

@@ -141,14 +141,6 @@ def forward_hooks_of_the_users(amp):
     plain_loop(amp, model, optimizer)
 
 
-@situation()
-def weight_decay_in_the_loss(amp):
-    model, optimizer = amp.start(mlp())
-    for x, y in batches(3):
-        decay = sum(p.float().square().sum() for p in model.parameters())
-        amp.step(mse(model(x), y) + 0.01 * decay, optimizer)
-
-
 @network("O1 O2", PLAIN)
 class FrozenBody(Block):
     def forward(self, x):

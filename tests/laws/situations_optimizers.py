@@ -4,14 +4,13 @@ Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py
 """
 
 import contextlib
-import copy
 import itertools
 from functools import partial
 from unittest import mock
 
 import torch
 from drivers import SGD
-from situations import PLAIN, Block, batches, mlp, mse, plain_loop, situation, trained
+from situations import PLAIN, batches, mlp, mse, plain_loop, situation, trained
 from torch import nn
 
 
@@ -152,32 +151,21 @@ def zeroth_order_steps(amp):
 
 
 class Lookahead:
+    """An optimizer around an optimizer, and none of torch's."""
+
     def __init__(self, params):
-        self.inner = SGD(params)
-        self.slow, self.count = None, 0
+        self.inner, self.slow = SGD(params), None
 
-    param_groups = property(lambda self: self.inner.param_groups)
-    state = property(lambda self: self.inner.state)
-
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     @torch.no_grad()
     def step(self):
         params = self.param_groups[0]["params"]
         self.slow = self.slow or [p.clone() for p in params]
         self.inner.step()
-        self.count += 1
-        if self.count % 2 == 0:
-            for p, slow in zip(params, self.slow):
-                slow.lerp_(p, 0.5)
-                p.copy_(slow)
+        for p, slow in zip(params, self.slow):
+            p.copy_(slow.lerp_(p, 0.5))
 
 
 class Borrowing(torch.optim.Optimizer):
@@ -190,36 +178,9 @@ class Borrowing(torch.optim.Optimizer):
         self.step, self.zero_grad = inner.step, inner.zero_grad
 
 
-class Cached(torch.optim.SGD):
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params, lr=0.1)
-        self.cached = params
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.cached:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1)
-
-
-@situation(cases={"a_list_of_its_own": Cached})
 @situation("O1 O2", cases={"an_optimizer_around_another": Lookahead, "with_its_methods": Borrowing})
 def optimizers_of_other_kinds(amp, case):
     trained(amp, make=case, count=5)
-
-
-@situation("O1 O2")
-def two_optimizers_on_one_model(amp):
-    net = mlp()
-    makes = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.Adam(net[2].parameters())]
-    model, both = amp.start(net, makes)
-    for x, y in batches(4):
-        for optimizer in both:
-            optimizer.zero_grad()
-        amp.backward(mse(model(x), y), both)
-        for optimizer in both:
-            optimizer.step()
 
 
 ALL_LEVELS, DYNAMIC = "O0 O1 O2 O3", {"loss_scale": "dynamic"}
@@ -320,64 +281,6 @@ def an_exception_in_a_closure(amp):
             optimizer.step(closure)
 
 
-@situation("O1 O2")
-def sam_with_two_half_steps(amp):
-    """`first_step` and `second_step`, as the well-known implementation has them."""
-
-    class Sam(torch.optim.SGD):
-        @torch.no_grad()
-        def first_step(self):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["was"] = p.clone()
-                p.add_(p.grad, alpha=0.3)
-
-        @torch.no_grad()
-        def second_step(self):
-            for p in self.param_groups[0]["params"]:
-                p.copy_(self.state[p]["was"])
-            super().step()
-
-    model, optimizer = amp.start(Block(), partial(Sam, lr=0.1))
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.first_step()
-        optimizer.zero_grad()
-        amp.backward(mse(model(x), y), optimizer)
-        optimizer.second_step()
-
-
-class ByAttributes(torch.optim.Optimizer):
-    """Reads what the model's maker has noted on each parameter; keeps its state by parameter."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["seen"] = state.get("seen", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] * p.lr_mult / state["seen"])
-
-
-@situation("O0 O1 O2")
-def attributes_on_parameters(amp):
-    """`p.lr_mult`, as muP's and detection frameworks' optimizers read it."""
-    net = mlp()
-    for number, p in enumerate(net.parameters()):
-        p.lr_mult = 1.0 / (1 + number)
-    model, optimizer = trained(amp, net, ByAttributes, 2)
-    for p in model.parameters():
-        p.lr_mult *= 2
-    plain_loop(amp, model, optimizer, 2)
-    amp.record(*(optimizer.state[p]["seen"] for p in model.parameters()))
-    copied = copy.deepcopy(model)
-    amp.record(*(getattr(p, "lr_mult", 0.0) for p in model.parameters()), *copied.parameters())
-
-
 @situation("O0 O1 O2")
 def state_by_the_models_parameters(amp):
     """Momentum is damped, read and forgotten through `optimizer.state[p]`, which keeps what a
@@ -417,11 +320,7 @@ WRAPPERS = {"a_container": nn.Sequential, "data_parallel": nn.DataParallel}
 
 
 @situation(ALL_LEVELS, cases=WRAPPERS)
-def the_model_is_wrapped_after_initialize_by(amp, case):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, case(model), optimizer)
-
-
-@situation(ALL_LEVELS, cases=WRAPPERS)
-def the_model_is_wrapped_before_initialize_by(amp, case):
+def the_model_is_wrapped_before_and_after_initialize_by(amp, case):
     trained(amp, case(mlp()))
+    model, optimizer = amp.another().start(mlp(1))
+    plain_loop(amp, case(model), optimizer)

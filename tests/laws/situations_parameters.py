@@ -4,35 +4,9 @@ import copy
 
 import torch
 from drivers import SGD
-from situations import batches, each, look, mlp, mse, plain_loop, situation, trained
+from situations import batches, each, mlp, mse, plain_loop, situation, trained
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-
-
-@situation()
-def freezing_and_unfreezing(amp):
-    """What is frozen from the start has no master; from when it trains it has."""
-    net = mlp()
-    net[0].requires_grad_(False)
-    model, optimizer = amp.start(net)
-    for number, (x, y) in enumerate(batches(7)):
-        model[0].requires_grad_(number not in (0, 1, 4, 5))
-        model[2].requires_grad_(number != 3)
-        amp.step(mse(model(x), y), optimizer)
-        look(amp, model)
-        amp.record(*model.parameters())
-
-
-@situation()
-def a_group_added_later(amp):
-    """A frozen body joins with its own learning rate."""
-    net = mlp()
-    net[0].requires_grad_(False)
-    model, optimizer = amp.start(net, lambda params: SGD([p for p in params if p.requires_grad]))
-    plain_loop(amp, model, optimizer, 2)
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
-    plain_loop(amp, model, optimizer, 3)
 
 
 @situation()
@@ -152,13 +126,9 @@ def gone_back_to_the_best(amp, model, optimizer):
 BETWEEN = {
     "a new head": with_a_new_head,
     "a layer reset": with_a_layer_reset,
-    "a checkpoint loaded": lambda amp, model, optimizer: model.load_state_dict(
-        mlp(5, norm=True).state_dict()
-    ),
     "back to the best weights": gone_back_to_the_best,
     "momentum forgotten": lambda amp, model, optimizer: optimizer.state.clear(),
     "to the device it is on": lambda amp, model, optimizer: model.to(amp.device),
-    "initialized again": lambda amp, model, optimizer: amp.renew(),
 }
 
 

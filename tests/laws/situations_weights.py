@@ -103,12 +103,6 @@ def writes_while_a_graph_waits_by(amp, case):
         amp.step(mse(model(x), y), optimizer)
 
 
-@situation()
-def a_write_between_forward_and_step(amp):
-    model, optimizer = amp.start(mlp())
-    plain_loop(amp, model, optimizer, on_gradients=lambda: model[0].weight.data[0].zero_())
-
-
 def swapped(model, values):
     """Put other values into the weights by `.data`; returns what was there."""
     was = [p.data.clone() for p in model.parameters()]

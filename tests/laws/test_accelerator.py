@@ -119,20 +119,6 @@ def test_without_loss_scaling_the_host_never_waits(fused, level):
     assert [counts.waits for counts in results] == [0] * len(results)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_all_that_training_keeps_is_on_the_device(level):
-    model = Attention().to(NAME)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-    ampatch.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for x, y in batches(3):
-        train(mse(model(x.to(NAME)), y.to(NAME)), optimizer)
-    kept = [*model.state_dict().values(), *ampatch.master_params(optimizer)]
-    kept += [p.grad for p in ampatch.master_params(optimizer)]
-    kept += [value for state in optimizer.state.values() for value in state.values()]
-    assert len(kept) > 50
-    assert {tensor.device.type for tensor in kept} == {NAME}
-
-
 def test_a_long_row_of_skips_is_noticed_without_a_wait(caplog):
     model = mlp().to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
@@ -193,9 +179,6 @@ def test_autocast_and_casts_are_the_devices_and_work_of_the_host_stays_float32()
         assert torch.nn.functional.linear(*operands).dtype is dtype
 
 
-# Launches
-
-
 def linears(layers, width=8):
     torch.manual_seed(0)
     middle = [nn.Linear(width, width) for _ in range(layers)]
@@ -229,44 +212,6 @@ def test_weights_are_cast_and_compared_in_lists(layers, width, level, most):
 def test_large_weights_are_compared_in_few_kernels():
     """Of 1.2 million elements each: not in parts that are made for the cache of a CPU."""
     assert launches(4, 1100, "O2") - launches(2, 1100, "O2") <= 2 * 8
-
-
-# The device itself
-
-
-@pytest.mark.parametrize(
-    ("read", "waits"),
-    [
-        (lambda t: t.sum().item(), 1),
-        (lambda t: bool(t.any()), 1),
-        (lambda t: t.cpu(), 1),
-        (lambda t: torch.equal(t, t + 1), 1),
-        (lambda t: t[t > 0], 1),
-        (lambda t: t.tolist(), 1),
-        (lambda t: t.nonzero(), 1),
-        (lambda t: (t @ t.t()).softmax(-1), 0),
-        (lambda t: t.view(-1)[1:].t(), 0),
-    ],
-)
-def test_the_device_counts_what_waits(read, waits):
-    tensor = torch.ones(2, 3, device=NAME)
-    with counted() as counts:
-        read(tensor)
-    assert counts.waits == waits
-
-
-def test_a_list_of_several_devices_goes_one_by_one():
-    """A list of pairs, each on its own device; within a pair the device refuses, as CUDA does,
-    what is more than a number of the host."""
-    there, here = torch.zeros(2, device=NAME), torch.zeros(2)
-    with counted() as counts:
-        torch._foreach_add_([there, here], [torch.ones(2, device=NAME), torch.ones(2)])
-    assert there.tolist() == here.tolist() == [1.0, 1.0]
-    assert counts["launch aten::_foreach_add_.List"] == 0
-    for add in (lambda: torch._foreach_add_([there, here], [here, there]), lambda: there + here):
-        with pytest.raises(RuntimeError, match="same device"):
-            add()
-    assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0]
 
 
 def test_a_model_on_two_devices(opt_level, half):

@@ -1,10 +1,13 @@
-"""Every situation of the table on a fake accelerator, against the oracle on the same device."""
+"""Every situation of the table on a fake accelerator, against the oracle on the same device; some
+random programs.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import drivers
 import on_device
+import programs
 import pytest
 import situations
 import test_situations
@@ -13,6 +16,7 @@ from situations_lookups import READERS
 from test_situations import MODULES, ROWS, UNSCALED, check, everything
 
 pytestmark = pytest.mark.accelerator
+SPARSE, OVERFLOWING = "with_a_hook_and_asked_for_alone", "sparse_gradients_that_overflow_or_wait"
 
 NOT_THERE = {
     "two_threads_that_meet_in_backward": "torch has one thread for all backward passes of a device",
@@ -20,10 +24,7 @@ NOT_THERE = {
     "averaged_models": "torch's own mean divides by an integer there, which its kernel refuses",
     **dict.fromkeys(("packed_lstm", "packed_gru"), "the fake accelerator has no fused cells"),
     **dict.fromkeys(
-        (
-            *("sparse_embedding_gradients", "sparse_embedding_with_a_hook_and_asked_for_alone"),
-            "sparse_gradients_that_overflow_or_wait",
-        ),
+        (*(f"sparse_embedding_gradients_{name}" for name in ("", SPARSE)), OVERFLOWING),
         "the fake accelerator has no sparse tensors",
     ),
     "an_embedding_of_two_models": "which copy a lookup gets does not depend on the device",
@@ -51,11 +52,22 @@ def there() -> Iterator[Any]:
             yield pytest.param(*param.values, id=param.id, marks=marks)
 
 
+@pytest.fixture(autouse=True)
+def on_the_accelerator(accelerator, monkeypatch):
+    """What situations and programs make is made there."""
+    monkeypatch.setattr(drivers.Driver, "device", NAME)
+    on_device.move(monkeypatch, [situations, programs, *MODULES], NAME)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_program(level, seed):
+    programs.replay(level, "fp16", programs.program(seed))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("row", "level", "half"), list(there()))
-def test_situation(row, level, half, caplog, accelerator, monkeypatch) -> None:
-    monkeypatch.setattr(drivers.Driver, "device", NAME)
-    on_device.move(monkeypatch, [situations, *MODULES], NAME)
+def test_situation(row, level, half, caplog, monkeypatch) -> None:
     runs: list[Counts] = []
     models: list[int] = []  # how many each `initialize` got
     losses: list[int] = []

@@ -54,9 +54,6 @@ def test_autocast_does_more_and_the_counting_sees_it(optimizer):
     assert results.operators - of_fp32(MLP, optimizer) >= 2 * WEIGHTS
 
 
-# Growth
-
-
 def step_of(layers, level):
     torch.manual_seed(0)
     inputs, targets = torch.randn(4, 8), torch.randint(0, 8, (4,))

@@ -25,9 +25,6 @@ needs_distributed = pytest.mark.skipif(
 )
 
 
-# Checkpoints
-
-
 def checkpointed(amp: Any, way: str, folder: str) -> None:
     """A state dict of torch.distributed.checkpoint that is held while training goes on."""
     import torch.distributed.checkpoint as dcp
@@ -62,9 +59,6 @@ def test_distributed_checkpoints_held_in_a_local(way, tmp_path, caplog):
         checkpointed(amp, way, str(tmp_path / type(amp).__name__))
 
     check(Situation(run, way), "O2", "fp16", caplog)
-
-
-# Several processes
 
 
 @torch.no_grad()

@@ -16,18 +16,10 @@ import ampatch
 GIVEN = pytest.mark.parametrize("indices", [[0, 1], [1, 0], [0], [1]])
 
 
-def untied(model):
-    return [SGD(model.parameters())]
-
-
-def tied(model):
-    """The second optimizer has a layer of the first one's."""
-    return [SGD(model.parameters()), SGD(model[2].parameters(), lr=0.05)]
-
-
-def start(level, optimizers_of, loss_scale="dynamic", **settings):
+def start(level, *layers, loss_scale="dynamic", **settings):
+    """An optimizer of the model, and one more of each of these layers."""
     amp, model = Ampatch(level, torch.float16), mlp()
-    optimizers = optimizers_of(model)
+    optimizers = [SGD(part.parameters()) for part in (model, *(model[n] for n in layers))]
     amp.start(model, optimizers, loss_scale=loss_scale, **settings)
     return amp, model, optimizers
 
@@ -53,11 +45,7 @@ def step_all(optimizers):
 )
 def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_level, where, skipped):
     """The first optimizer has all, the others share a layer or the other with it."""
-    amp, model, optimizers = start(
-        opt_level,
-        lambda model: [SGD(part.parameters()) for part in (model, model[2], model[0], model[2])],
-        num_losses=2,
-    )
+    amp, model, optimizers = start(opt_level, 2, 0, 2, num_losses=2)
     with amp.scaled(loss_of(model), optimizers[0], loss_id=1) as scaled:
         scaled.backward()
         model[where].bias.grad.fill_(math.nan)
@@ -73,7 +61,7 @@ def test_an_overflow_concerns_all_holders_of_its_parameter_and_no_others(opt_lev
 @GIVEN
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, indices):
-    amp, model, optimizers = start(level, tied)
+    amp, model, optimizers = start(level, 2)
     pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model) * math.inf, pair)
     amp.backward(loss_of(model), pair)
@@ -82,7 +70,7 @@ def test_a_clean_block_hides_no_earlier_overflow_of_a_shared_parameter(level, in
 
 @GIVEN
 def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_level, indices):
-    amp, model, optimizers = start(opt_level, tied)
+    amp, model, optimizers = start(opt_level, 2)
     pair = [optimizers[index] for index in indices]
     amp.backward(loss_of(model), pair)
     before = [copies(grads(optimizer)) for optimizer in optimizers]
@@ -97,7 +85,7 @@ def test_a_failed_block_leaves_the_earlier_gradients_of_a_shared_parameter(opt_l
 
 
 def test_a_step_inside_the_block_is_refused(opt_level):
-    amp, model, [optimizer] = start(opt_level, untied)
+    amp, model, [optimizer] = start(opt_level)
     before = copies(model.state_dict().values())
     with pytest.raises(ampatch.AmpatchError, match="SGD.step.. inside the .*scale_loss block"):
         with amp.scaled(loss_of(model), optimizer) as scaled:
@@ -111,7 +99,7 @@ def test_a_step_inside_the_block_is_refused(opt_level):
 def test_clipping_inside_the_block_is_reported_and_spoils_nothing(opt_level, caplog):
     results = []
     for clips in (False, True):
-        amp, model, [optimizer] = start(opt_level, untied, 64.0)
+        amp, model, [optimizer] = start(opt_level, loss_scale=64.0)
         with amp.scaled(loss_of(model), optimizer) as scaled:
             scaled.backward()
             if clips:

@@ -4,49 +4,7 @@ The graphs that training makes are situations of `tests/laws`, which run nativel
 """
 
 import pytest
-
-TRAINING = """
-import ampatch
-from torch import nn
-import torch.nn.functional as F
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 3)
-    def forward(self, x):
-        return self.head(self.body(x)[0].mean(1))
-
-def encoder():
-    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(),
-                         nn.Linear(30, 3))
-
-found = {}
-for make, level in ((make, level) for make in (encoder, Recurrent) for level in ("O1", "O2")):
-    for dtype in (torch.float16, torch.bfloat16):
-        torch.manual_seed(0)
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        ampatch.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic",
-                           verbosity=0)
-        x, y = torch.randn(4, 5, 6), torch.randint(0, 3, (4,))
-        losses = []
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x * (1e30 if step == 3 else 1)), y)
-            with ampatch.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        with torch.no_grad():
-            losses += [model.eval()(x)]
-        found[f"{make.__name__} {level} {dtype}"] = {
-            "losses": losses, "grads": [p.grad for p in model.parameters()],
-            "state": dict(model.state_dict()), "scale": ampatch.state_dict()}
-        ampatch.deactivate()
-torch.save(found, sys.argv[1])
-"""
+from repository import HELPERS
 
 CALLS = """
 import ampatch
@@ -131,8 +89,13 @@ torch.save(found, sys.argv[1])
 
 
 def test_training_has_the_bits_of_the_python_way(same_bits_with_native):
-    """Of models that no situation of `tests/laws` compares to the bit, run natively as they are."""
-    assert len(same_bits_with_native(TRAINING)) == 8
+    """Of a model that no situation of `tests/laws` compares to the bit."""
+    program = """
+        sys.path.append({helpers!r})
+        from train_without import train
+        torch.save({{half: train(half=half) for half in ("float16", "bfloat16")}}, sys.argv[1])
+    """
+    assert same_bits_with_native(program.format(helpers=str(HELPERS)))["float16"]
 
 
 def test_calls_and_writes_have_them_too(same_bits_with_native):

@@ -52,9 +52,6 @@ scheduler = StepLR(sgd, 30)
 loss = torch.zeros(())
 
 
-# initialize: what is returned has the types of what was given
-
-
 def models_and_optimizers(perhaps: Adam | None, any_optimizer: Optimizer) -> None:
     assert_type(amp.initialize(net), Net)
     assert_type(amp.initialize(net, sgd), tuple[Net, SGD])
@@ -92,9 +89,6 @@ def models_and_optimizers(perhaps: Adam | None, any_optimizer: Optimizer) -> Non
     # It works: torch says that it is a function.  `net.compile()` keeps the type.
     amp.initialize(torch.compile(net), sgd)  # type: ignore[call-overload]
     _, _ = amp.initialize(net)  # type: ignore[misc]
-
-
-# initialize: its settings
 
 
 def settings(level: OptLevel, text: str, rules: Overrides) -> None:
@@ -140,9 +134,6 @@ def settings(level: OptLevel, text: str, rules: Overrides) -> None:
     amp.initialize(net, sgd, patch_scope="global")  # type: ignore[call-overload]
 
 
-# What comes later, and goes
-
-
 def members() -> None:
     assert_type(amp.add_models(net), Net)
     assert_type(amp.add_models((net, critic), to=sgd), tuple[Net, Critic])
@@ -159,9 +150,6 @@ def members() -> None:
     amp.log_metrics("accuracy", 0.5)  # type: ignore[arg-type]
     level: amp.OptLevel = "O2"
     amp.initialize(net, opt_level=level)
-
-
-# The training loop
 
 
 def one_block() -> Tensor:
@@ -194,9 +182,6 @@ def loop(perhaps: Tensor | None) -> None:
     amp.master_params(net)  # type: ignore[arg-type]
     amp.set_loss_scale_settings(growth=2.0)  # type: ignore[call-arg]
     amp.load_state_dict([1.0])  # type: ignore[arg-type]
-
-
-# Decorators and blocks keep what they are put on
 
 
 @amp.half_function
@@ -257,9 +242,6 @@ def blocks(stack: contextlib.ExitStack) -> Tensor:
     stack.enter_context(amp.precision("float"))
     with amp.disable_casts(), amp.precision("half"):
         return loss
-
-
-# Diagnostics, and apex's names
 
 
 def diagnostics() -> None:

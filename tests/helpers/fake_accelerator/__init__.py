@@ -48,15 +48,6 @@ class Counts(collections.Counter):
         return self._sum("launch")
 
     @property
-    def casts(self) -> int:
-        return self._sum("launch", "cast")
-
-    @property
-    def list_copies(self) -> int:
-        """Copies of whole lists of tensors, to another dtype or not."""
-        return self._sum("launch", "aten::_foreach_copy_")
-
-    @property
     def waits(self) -> int:
         """How often the host waited for the device: numbers read, copies, sizes."""
         return self._sum("wait")
