@@ -191,7 +191,7 @@ def operands(equation: str) -> list[torch.Tensor]:
     return [r(*itertools.chain(*[sizes[label] for label in part])) for part in labels]
 
 
-def test_it_computes_in_the_dtypes_of_its_products_and_sums(half):
+def test_einsum_computes_in_the_dtypes_of_its_products_and_sums(half):
     cases = [(equation, operands(equation)) for equation in EQUATIONS]
     with torch.autocast("cpu", half):
         theirs = [torch.einsum(equation, *inputs).dtype for equation, inputs in cases]
@@ -210,7 +210,7 @@ def test_it_computes_in_the_dtypes_of_its_products_and_sums(half):
             assert result.dtype is torch.float32, equation
 
 
-def test_by_numbers_of_labels(half):
+def test_einsum_by_numbers_of_labels(half):
     x, y = r(4, 4), r(4, 4)
     start(half, verbosity=0)
     assert torch.einsum(x, [0, 1], y, [1, 2], [2, 0]).dtype is half

@@ -148,17 +148,12 @@ def note_start(worker):
     INITIAL.append(product())
 
 
-def everywhere(way):
-    """A session that casts every call."""
-    return ampatch.init() if way == "init" else start(patch_scope="process")
-
-
 @pytest.mark.parametrize(
     "data, workers, way",
     [(Products, 0, "process"), (Stream, 0, "init"), (Stream, 2, "process"), (Products, 1, "init")],
 )
 def test_a_loader_prepares_data_without_casts(data, workers, way):
-    everywhere(way)
+    ampatch.init() if way == "init" else start(patch_scope="process")
     options = {"worker_init_fn": note_start} if workers else {}
     loader = DataLoader(data(), 2, collate_fn=collated, num_workers=workers, **options)
     for items, products, at_start in loader:
