@@ -11,18 +11,8 @@ import math
 import pytest
 import torch
 from frames import entered
-from small_training import (
-    Made,
-    backward,
-    data,
-    everything,
-    pass_back,
-    same,
-    seeded,
-    start,
-    step,
-    train,
-)
+from small_training import Made, backward, data, everything, pass_back, same, seeded, start, train
+from small_training import step as whole_step
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -135,7 +125,7 @@ def two_layers():
 
 
 def training_step(model, optimizer, x, factor=1.0):
-    step(model(x).float().square().mean() * factor, optimizer)
+    whole_step(model(x).float().square().mean() * factor, optimizer)
 
 
 FUSED = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
@@ -168,7 +158,7 @@ def test_a_group_that_is_not_fused_does_not_step_on_inf():
     groups = [{"params": [first]}, {"params": [second], "fused": False}]
     optimizer = torch.optim.Adam(groups, lr=0.1, fused=True)
     ampatch.initialize(nn.ParameterList([first, second]), optimizer, verbosity=0)
-    step((first + second).sum() * math.inf, optimizer)
+    whole_step((first + second).sum() * math.inf, optimizer)
     assert ampatch.step_was_skipped(optimizer)
     assert torch.equal(first, torch.ones(3)) and torch.equal(second, torch.ones(3))
 
@@ -189,7 +179,7 @@ def test_a_step_is_captured_in_a_cuda_graph(kind, level):
 
     def one_step():
         loss = model(x).float().square().mean()
-        step(loss, optimizer)
+        whole_step(loss, optimizer)
         return loss
 
     aside = torch.cuda.Stream()
@@ -353,7 +343,7 @@ def run(caplog, steps, *, limit=4, **settings):
     ampatch.initialize(model, optimizer, opt_level="O2", **settings)
     caplog.clear()
     for factor in steps:
-        step(model(torch.tensor([1, 2]), factor), optimizer)
+        whole_step(model(torch.tensor([1, 2]), factor), optimizer)
     return [record.getMessage() for record in caplog.records if "in a row" in record.message]
 
 
@@ -417,7 +407,7 @@ def test_many_offenders_are_counted_and_those_of_no_model_named_by_their_place(c
     model, alone = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([alone, *model.parameters()], lr=0.1)
     ampatch.initialize(model, optimizer, max_consecutive_skips=1)
-    step((model(torch.ones(1, 2)) + alone).sum() * math.nan, optimizer)
+    whole_step((model(torch.ones(1, 2)) + alone).sum() * math.nan, optimizer)
     assert "param_groups[0]['params'][0], 0.weight, 0.bias, 1.weight, 1.bias and 4 more." in (
         caplog.text
     )
