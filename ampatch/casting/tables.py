@@ -62,7 +62,7 @@ BUILTINS = {"torch.nn.functional": "torch._C._nn", "torch": "torch._VF"}
 # Reasons that several namespaces share.
 
 _MATRIX = "Matrix products run on tensor cores, many times faster in half."
-_VECTOR = "Reading the matrix takes most of the time, and half has half as many bytes."
+_VECTOR = "Reading the matrix takes most of the time, and FP16 has half the bytes of FP32."
 _CONVOLUTION = "Convolutions run as matrix products on tensor cores, many times faster in half."
 _RECURRENT = "Recurrent layers are chains of matrix products, which tensor cores run in half."
 _ATTENTION = "Flash kernels on GPUs accept half only, and compute the softmax in FP32 internally."

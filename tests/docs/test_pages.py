@@ -61,6 +61,32 @@ def test_the_checks_know_headings_and_can_see_a_file_that_is_gone():
     assert named("```\n`casting/tables.py`\n```") == set()
 
 
+FILE = r"`(?:ampatch/)?((?:\w+/)*\w+\.py)`"
+SPANS = r"((?:`[\w.]+(?<!\.py)`(?:, | and )?)+)"
+BESIDE_FILE = re.compile(rf"{FILE}[:,] {SPANS}(?! in `)|{SPANS} (?:in|of) {FILE}")
+
+
+def defined(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return names | {getattr(node, "id", getattr(node, "attr", "")) for node in stored}
+
+
+def undefined(text: str) -> list[str]:
+    """Names that stand beside a file of ampatch, which does not define them."""
+    found = BESIDE_FILE.findall(" ".join(FENCE.sub("", text).split()))
+    pairs = [(ROOT / "ampatch" / (by or of), spans + more) for by, spans, more, of in found]
+    names = [(file, name) for file, spans in pairs for name in re.findall(r"\w+(?=[`.])", spans)]
+    return [f"{file.name}: {name}" for file, name in names if name not in defined(file)]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_names_beside_a_file_are_defined_in_it(page):
+    text = (ROOT / page).read_text(encoding="utf-8") + " `gone` in `scaling/steps.py`"
+    assert undefined(text) == ["steps.py: gone"]
+
+
 def files_in_tree(room: str) -> list[str]:
     """The files that the tree in docs/design.md names in a room."""
     tree = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("```")[3]

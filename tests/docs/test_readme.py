@@ -47,7 +47,7 @@ def test_pip_installs_extras_that_exist_and_the_first_command_is_a_sweep():
     named = {name for rest in asked for name in re.findall(r"\.\[(\w+)\]", " ".join(rest))}
     assert named == {"sweep", "test"}
     assert named < set(SETUP["options.extras_require"])
-    assert set(re.findall(r"`ampatch\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
+    assert set(re.findall(r"`\[(\w+)\]`", TEXT)) == set(SETUP["options.extras_require"])
     assert commands("ampatch")[0] == ["sweep", "examples/digits.py", "--budget", "4"]
 
 

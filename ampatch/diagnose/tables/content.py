@@ -20,21 +20,20 @@ TITLES = {
     "BEYOND": "PyTorch refuses them in half or in mixed dtypes.",
     "EVERY_LEVEL": "PyTorch computes them wrongly in half: for example, a bfloat16 sum of ones "
     "stops growing at 256. So at every level they run in FP32 internally and return half. "
-    "Functions of which only the gradient is wrong run in half if autograd does not record them.",
+    "If only the gradient would be wrong, a call stays in half when autograd records nothing.",
     "APEX": "Added by `ampatch.init()` and the `apex` package only.",
 }
 RULES = {
     Rule.HALF: "FP32 inputs, and inputs of the other half dtype, are cast to the half dtype.",
-    Rule.CONTRACTION: "A matrix product is cast as half: each operand shares a summed label with "
-    "another operand (`ij,jk->ik`). Other sums (`ij->i`) are cast as float, and equations without "
-    "a sum (`i,i->i`) as promote.",
+    Rule.CONTRACTION: "If each operand shares a summed label with another (`ij,jk->ik`, a matrix "
+    "product), as half. Other sums (`ij->i`) as float; without a sum (`i,i->i`) as promote.",
     Rule.FLOAT: "Half inputs are cast to FP32.",
     Rule.FLOAT_ON_CPU: "As float on the CPU, elsewhere as promote.",
     Rule.FLOAT_ON_CPU_UNLESS_SPARSE: "As float on the CPU, unless `sparse=True`.",
     Rule.FLOAT_ON_CPU_IF_VECTOR: "As float on the CPU if the first input is 1-dim.",
     Rule.FLOAT_ON_CPU_IF_ADDING: 'As float on the CPU if `accumulate=True` or `mode="replicate"`.',
     Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT: "As float on the CPU if the weight is half and the running "
-    "statistics are not.",
+    "statistics are FP32.",
     Rule.FLOAT_ON_CPU_IF_OVERLAPPING: "As float on the CPU if more than 16 windows may share an "
     "element, or a window has over 65,504 elements.",
     Rule.FLOAT_UNLESS_DTYPE: "As float, unless the call passes `dtype=`.",

@@ -10,26 +10,26 @@ from __future__ import annotations
 from ampatch.casting.tables import Row, Rule
 
 AUTOCAST = {
-    Rule.CONTRACTION: "half for every equation on CUDA; as here on the CPU.",
-    Rule.POWER: "half for the products of a negative power.",
+    Rule.CONTRACTION: "runs every equation in half on CUDA; on the CPU as ampatch.",
+    Rule.POWER: "runs the products of a negative power in half.",
     Rule.PROMOTE: "raises RuntimeError for inputs of the other half dtype.",
-    Rule.BANNED: "raises RuntimeError whatever the dtype.",
+    Rule.BANNED: "raises RuntimeError whatever the dtype, for FP32 too.",
 }
 """Rules that autocast treats differently.  PyTorch promotes some rows itself, for both."""
 
 AUTOCAST_OF_ROWS = {
-    "torch.corrcoef": "half for the product inside.",
-    "torch.Tensor.corrcoef": "half for the product inside.",
-    "torch.Tensor.sum_to_size": "no cast if the tensor has that size already.",
-    "torch.grid_sampler": "promotes on CUDA and raises RuntimeError for inputs of the other half "
-    "dtype; FP32 on the CPU.",
-    "torch.sparse.addmm": "half for the addmm inside; a backward pass outside the region then "
-    "raises RuntimeError.",
-    "torch.nn.functional.interpolate": 'FP32 too, except for mode="area", which stays half.',
+    "torch.corrcoef": "runs the product inside in half.",
+    "torch.Tensor.corrcoef": "runs the product inside in half.",
+    "torch.Tensor.sum_to_size": "does not cast if the tensor has that size already.",
+    "torch.grid_sampler": "promotes on CUDA, and raises RuntimeError for inputs of the other half "
+    "dtype; on the CPU it casts to FP32.",
+    "torch.sparse.addmm": "runs the addmm inside in half; a backward pass outside the region "
+    "then raises RuntimeError.",
+    "torch.nn.functional.interpolate": 'casts to FP32 too, but not mode="area".',
 }
 """Rows that autocast treats differently, by their first function."""
-AT_EVERY_LEVEL = "FP32 in its regions only."
-LEFT_ALONE = "left alone"
+AT_EVERY_LEVEL = "runs them in FP32 in its regions only."
+LEFT_ALONE = "has no cast"
 """What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_ROWS` says it."""
 
 APEX = {
@@ -74,10 +74,10 @@ def from_apex(row: Row) -> str:
     for name in row.names:
         rule = None if row.where in _NEWER else _RULE_OF.get(name)
         if rule is not _rule_of_apex(row.rule):
-            difference = "left alone" if rule is None else f"under {rule.value}"
+            difference = LEFT_ALONE if rule is None else f"has the rule {rule.value}"
             names_by_difference.setdefault(difference, []).append(name)
     return "; ".join(
-        difference if len(names) == len(row.names) else f"{difference}: {' '.join(names)}"
+        difference if len(names) == len(row.names) else f"{difference} for {' '.join(names)}"
         for difference, names in names_by_difference.items()
     )
 

@@ -19,6 +19,7 @@ from .content import BESIDE_TABLES, RULES, TITLES, Entry
 _WIDTH = 88
 OTHERS = ("autocast", "apex")
 """Systems that an entry is compared with: `torch.autocast` for CUDA, and apex."""
+_NAMES = dict(zip(OTHERS, ("torch.autocast", "apex")))
 
 _HEAD = """\
 # What is cast: the operator tables
@@ -29,13 +30,13 @@ your torch lacks.
 
 - **You do not find a function?** Search for the builtin that it calls: `F.cross_entropy` calls
   `torch._C._nn.cross_entropy_loss`. A function without a row is not cast.
-- **In-place functions** (`exp_`) are not cast, except those that write values into a tensor
-  (`index_add_`).
+- **In-place functions** (`exp_`) are not cast, except those that write the values of another tensor
+  (`index_add_`), and those under EVERY_LEVEL.
 - **Never cast:** calls with `out=`, and float64, complex, integer and bool tensors. A function that
   your code stored before `initialize` may not be cast either: [functions bound
   early](early_names.md).
 - **The last column** says what `torch.autocast` for CUDA and apex do instead. If it is empty, they
-  do the same, or what the line above the table says.
+  do the same as ampatch, or what the sentence above the table says of all its rows.
 
 WHITELIST and BLACKLIST are apex's names. This page is made by `ampatch tables --format markdown`.
 """
@@ -89,13 +90,12 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
         usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}
-        elsewhere = f" Elsewhere:{_elsewhere(usual)}" if any(usual.values()) else ""
-        lines.append(f"\n## {table}\n\n{TITLES[table]}{elsewhere}\n")
+        lines.append(f"\n## {table}\n\n{TITLES[table]}{_elsewhere(usual)}\n")
         lines.append("| rule | functions | why | elsewhere |\n|---|---|---|---|")
         groups: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in rows:
             unusual = {
-                name: getattr(entry, name) or "the same"
+                name: getattr(entry, name) or "does the same as ampatch"
                 for name in OTHERS
                 if getattr(entry, name) != usual[name]
             }
@@ -114,15 +114,14 @@ def _usual(texts: Iterable[str]) -> str:
 
 def _elsewhere(texts: dict[str, str]) -> str:
     """What other systems do, by their names, for those that differ."""
-    return "".join(f" {name}: {text.rstrip('.')}." for name, text in texts.items() if text)
+    return "".join(f" {_NAMES[name]} {text.rstrip('.')}." for name, text in texts.items() if text)
 
 
 def _markdown(rule: str, why: str, elsewhere: str, group: list[Entry]) -> str:
     """One line for rows that differ only in `where`."""
     where: dict[str, list[str]] = {}
     for entry in group:
-        native = "PyTorch does this itself: " if entry.native else ""
-        names = native + " ".join(f"`{name}`" for name in entry.names)
+        names = " ".join(f"`{name}`" for name in entry.names)
         where.setdefault(names, []).append(f"`{entry.where}`")
     functions = "; ".join(f"{names} of {', '.join(owners)}" for names, owners in where.items())
     cells = [text.replace("_", r"\_") for text in (why, elsewhere)]
