@@ -22,25 +22,19 @@ def into_float(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * b
 
 
-def keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def backward(ctx, grad):
     seen.append((grad.dtype, product()))
     a, b = ctx.saved_tensors
     return grad * b, grad * a
 
 
-def fake(a, b):
-    return torch.empty_like(a)
-
-
 in_float = torch.library.custom_op("ampatch_tests::in_float", into_float, mutates_args=())
 in_half = torch.library.custom_op("ampatch_tests::in_half", into_float, mutates_args=())
 for _op, _dtype in ((in_float, FP32), (in_half, H)):
-    _op.register_fake(fake)
-    _op.register_autograd(backward, setup_context=keep)
+    _op.register_fake(lambda a, b: torch.empty_like(a))
+    _op.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
     torch.library.register_autocast(_op, "cpu", _dtype)
 without = torch.library.custom_op("ampatch_tests::without", into_float, mutates_args=())
 

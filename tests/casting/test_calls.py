@@ -1,10 +1,15 @@
-"""How a call is made: `dtype=`, containers, two half dtypes, banned functions, exponents."""
+"""How a call is made: `dtype=`, containers, weights, two half dtypes, exponents, `torch.einsum`."""
 
+import itertools
+import re
 from collections import namedtuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from op_samples import r
+from small_training import Made
+from torch import nn
 
 import ampatch
 from ampatch.casting.places import resolve
@@ -109,3 +114,111 @@ def test_the_exponent_of_a_matrix_power(where, half):
         expected = half if n > 1 else torch.float32
         assert power(matrix, n).dtype is power(matrix, n=n).dtype is expected
         assert power(matrix.to(half), n).dtype is (torch.float32 if n < 0 else half)
+
+
+H = torch.bfloat16
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def managed(module, **options):
+    return ampatch.initialize(module, opt_level="O1", dtype=H, verbosity=0, **options)
+
+
+def calling(what):
+    """A model that calls `what(self, x)` with a weight and a bias at hand."""
+    weights = {"weight": nn.Parameter(torch.randn(5, 4)), "bias": nn.Parameter(torch.randn(5))}
+    return Made(what, **weights)
+
+
+def plain(self, x):
+    return F.linear(x, self.weight, self.bias)
+
+
+WAYS = {  # what is called, and the dtype that comes out
+    "no bias": (lambda self, x: F.linear(x, self.weight), H),
+    "half already": (lambda self, x: F.linear(x.to(H), self.weight, self.bias), H),
+    "keywords": (lambda self, x: F.linear(input=x, weight=self.weight, bias=self.bias), H),
+    "a weight that is no parameter": (lambda self, x: F.linear(x, 1 * self.weight), H),
+    "a bias that is no parameter": (lambda self, x: F.linear(x, self.weight, 1 * self.bias), H),
+    "casts off": (ampatch.disable_casts()(plain), torch.float32),
+    "all in float": (ampatch.precision("float")(plain), torch.float32),
+    "float16 input": (lambda self, x: plain(self, x.half()), H),
+    "a parameter for input": (lambda self, x: F.linear(self.weight, self.weight), H),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_call_computes_what_autocast_does(name):
+    what, dtype = WAYS[name]
+    model = managed(calling(what))
+    model(X)
+    output = model(X)  # from now on the weights are cast together
+    assert output.dtype is dtype
+    ampatch.deactivate()
+    with torch.autocast("cpu", dtype=H, enabled=dtype is H):
+        assert torch.equal(output, (what if dtype is H else plain)(model, X))
+
+
+def test_overrides_of_the_function_win():
+    def another_first(self, x):
+        torch.mm(self.weight, x.t())  # makes a half copy of the weight
+        return F.linear(x, self.weight)
+
+    model = managed(calling(another_first), overrides={F.linear: "float"})
+    for _ in range(2):
+        assert model(X).dtype is torch.float32
+
+
+def test_missing_arguments_are_named_as_the_function_is():
+    managed(calling(plain))
+    with pytest.raises(TypeError, match=r"linear\(\) missing 1 required .*weight"):
+        F.linear(X)
+
+
+EQUATIONS = [
+    *("ij,jk", "ij,kj->ki", "bcij,bcjk->bik", "...ij,...jk", "...ij,...ij->...", "ij,ij->"),
+    *("ii,i->", "i,ij,j->", "ij,jk,kl->il", "bi,bj,ij->b"),  # every operand is contracted
+    *("i,j->ij", "i,j", "bi,j->bij", "... i , j -> ... i j", "bi,bi->bi", "ij,j->ij", "ii,i->i"),
+    *("ii->i", "ij->ji", "...ij->...ji", "i,j,k->ijk", "ij,jk,k->ik"),
+    *("bi->b", "ii", "...i->...", "ij,k->k", "ij,kl->ik"),  # sums
+]
+
+
+def operands(equation: str) -> list[torch.Tensor]:
+    sizes = {"...": (2, 3), **{label: (2 + number,) for number, label in enumerate("ijklbc")}}
+    parts = equation.replace(" ", "").partition("->")[0].split(",")
+    labels = [re.findall(r"\.\.\.|\w", part) for part in parts]
+    return [r(*itertools.chain(*[sizes[label] for label in part])) for part in labels]
+
+
+def test_einsum_computes_in_the_dtypes_of_its_products_and_sums(half):
+    cases = [(equation, operands(equation)) for equation in EQUATIONS]
+    with torch.autocast("cpu", half):
+        theirs = [torch.einsum(equation, *inputs).dtype for equation, inputs in cases]
+    plain = [torch.einsum(equation, *inputs) for equation, inputs in cases]
+    assert {half, torch.float32} == set(theirs)
+    start(half, verbosity=0)
+    for (equation, inputs), dtype, expected in zip(cases, theirs, plain, strict=True):
+        for args in (inputs, [x.to(half) for x in inputs]):
+            result = torch.einsum(equation, *args)
+            torch.testing.assert_close(result.float(), expected, rtol=0.03, atol=0.03)
+        wide = torch.einsum(equation, *inputs)
+        assert wide.dtype is dtype, equation
+        assert dtype is half or torch.equal(wide, expected), equation
+        if len(inputs) > 1 and dtype is torch.float32:
+            result = torch.einsum(equation, [inputs[0].to(half), *inputs[1:]])
+            assert result.dtype is torch.float32, equation
+
+
+def test_einsum_by_numbers_of_labels(half):
+    x, y = r(4, 4), r(4, 4)
+    start(half, verbosity=0)
+    assert torch.einsum(x, [0, 1], y, [1, 2], [2, 0]).dtype is half
+    assert torch.einsum(x, [..., 0], y, [..., 0], [..., 0]).dtype is torch.float32
+    assert torch.einsum(x, [0, 0]).dtype is torch.float32
+
+
+def test_a_sum_of_half_numbers_does_not_overflow(half):
+    threes = torch.full((2, 100_000), 3.0, dtype=half)
+    start(half, verbosity=0)
+    assert torch.einsum("bn->b", threes).tolist() == [300_000.0] * 2

@@ -1,6 +1,6 @@
 """`ampatch tables`: what it says is so, and `docs/op_tables.md` says the same.
 
-Where autocast differs: tests/casting/test_autocast_differences.py.
+Where autocast differs: tests/casting/test_op_db_listed.py.
 """
 
 import json

@@ -1,12 +1,15 @@
-"""DistributedDataParallel's options, and overflows on one rank only: the ranks stay equal."""
+"""DistributedDataParallel: its options, averages, `join`, and overflows on one rank only."""
 
 import contextlib
+import copy
+import pickle
 
 import pytest
+import small_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ddp_training import batch
+from ddp_training import batch, build
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,3 +159,229 @@ def test_weights_that_ddp_finds_unused_now_and_then(ranks):
         for step, others in zip(got, wanted, strict=True):
             for ours, other in zip(step, others, strict=True):
                 assert ours is other is None or torch.equal(ours, other)
+
+
+MICRO = 5
+BF16 = torch.bfloat16
+
+
+class Branches(nn.Module):
+    """The second head is used by the first micro-batches only, the third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Conv2d(2, 16, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(16, track_running_stats=False)
+        self.heads = nn.ModuleList([nn.Linear(16, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, heads: int = 1) -> torch.Tensor:
+        hidden = self.norm(self.body(x)).relu().mean((2, 3))
+        return sum(head(hidden) for head in self.heads[:heads])
+
+
+def images(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(number)
+    return torch.randn(8, 2, 5, 5, generator=data), torch.randint(0, 4, (8,), generator=data)
+
+
+def one_pass(model, optimizer, number: int, heads: int, blocks: bool = True) -> None:
+    inputs, targets = images(number)
+    loss = F.cross_entropy(model(inputs, heads).float(), targets) / MICRO
+    if blocks:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+
+
+def initialized(blocks: bool = True):
+    return small_training.managed(Branches(), "O2", loss_scale=256.0 if blocks else 1.0)
+
+
+def heads_of(part: int, unused: bool) -> int:
+    return 3 if not unused else 2 if part < MICRO - 1 else 1
+
+
+def averaged(rank: int, blocks: bool, option: str) -> list:
+    """Gradients of passes in `no_sync` and of the one that DDP averages.
+
+    `option`: DDP's, or a communication hook of the script.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    unused, hook = option == "find_unused_parameters", getattr(default_hooks, option, None)
+    model, optimizer = initialized(blocks)
+    model = DistributedDataParallel(model, **({option: True} if option and not hook else {}))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    for part in range(MICRO):
+        with model.no_sync() if part < MICRO - 1 else contextlib.nullcontext():
+            one_pass(model, optimizer, 100 * rank + part, heads_of(part, unused), blocks)
+    grads = [param.grad for param in model.parameters()]
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model.module)))  # nothing of DDP is in it
+    assert all(value.isfinite().all() for value in copied.state_dict().values())
+    assert {grad.dtype for grad in grads if grad is not None} == {torch.float32}
+    return [None if grad is None else grad.clone() for grad in grads]
+
+
+def same_passes(blocks: bool, unused: bool) -> list:
+    """The same half passes in one process, one by one, averaged in FP64."""
+    model, optimizer = initialized(blocks)
+    total: list = [None for _ in model.parameters()]
+    for rank in range(2):
+        for part in range(MICRO):
+            optimizer.zero_grad()
+            one_pass(model, optimizer, 100 * rank + part, heads_of(part, unused), blocks)
+            for index, param in enumerate(model.parameters()):
+                if param.grad is not None:
+                    grad = param.grad.double() / 2
+                    total[index] = grad if total[index] is None else total[index] + grad
+    amp.deactivate()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("blocks", "option"),
+    [
+        *((True, ""), (False, ""), (True, "gradient_as_bucket_view")),
+        *((True, "find_unused_parameters"), (True, "allreduce_hook"), (True, "fp16_compress_hook")),
+    ],
+)
+def test_micro_batches_and_ranks_add_up_in_float32(ranks, blocks, option):
+    first, second = ranks(averaged, blocks, option)
+    expected = same_passes(blocks, option == "find_unused_parameters")
+    for ours, theirs, exact in zip(first, second, expected, strict=True):
+        if exact is None:
+            assert ours is theirs is None
+            continue
+        assert torch.equal(ours, theirs)
+        within = 2e-3 if option == "fp16_compress_hook" else 1e-6
+        scale = max(float(exact.abs().max()), 1e-6)
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=within * scale)
+
+
+def sparse(rank: int, level: str) -> list:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        words = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(rank + step))
+        loss = F.cross_entropy(parallel(words).float(), torch.tensor([0, 1, 2, 0]))
+        small_training.step(loss, optimizer)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_sparse_gradients(ranks):
+    expected = ranks(sparse, "O0")[0]
+    first, second = ranks(sparse, "O2")
+    assert all(map(torch.equal, first, second))
+    for ours, theirs in zip(first, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
+
+
+BATCHES = (3, 6)  # of each rank: the first runs out of data
+
+
+def joining(model, optimizer, settings: dict):
+    from torch.distributed.algorithms.join import Join
+
+    if settings.get("zero"):
+        return Join([model, optimizer])
+    return model.join(divide_by_initial_world_size=settings.get("static_divisor", True))
+
+
+def optimizer_of(model, settings: dict):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if settings.get("zero"):
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model, number: int) -> torch.Tensor:
+    inputs, targets = batch(number)
+    return F.cross_entropy(model(inputs).float(), targets)
+
+
+def uneven(rank: int, level: str, dtype, settings: dict) -> list[torch.Tensor]:
+    """The weights after each of two epochs.  "FP32" is plain torch."""
+    model, is_plain = build(seed=0)[0], level == "FP32"
+    optimizer = optimizer_of(model, settings)
+    parallel = DistributedDataParallel(model) if settings.get("wrapped first") else model
+    if not is_plain:
+        options = {"loss_scale": 1.0 if level == "O0" else 256.0, "verbosity": 0}
+        amp.initialize(parallel, optimizer, opt_level=level, dtype=dtype, **options)
+    if not settings.get("wrapped first"):
+        parallel = DistributedDataParallel(model)
+    micro = settings.get("micro", 1)
+    weights = []
+    for epoch in range(2):
+        with joining(parallel, optimizer, settings):
+            for step in range(BATCHES[rank]):
+                optimizer.zero_grad()
+                for part in range(micro):
+                    last = part == micro - 1
+                    with contextlib.nullcontext() if last else parallel.no_sync():
+                        loss = loss_of(parallel, 1000 * rank + 100 * epoch + 10 * step + part)
+                        loss = loss / micro
+                        if is_plain:
+                            loss.backward()
+                            continue
+                        small_training.pass_back(loss, optimizer)
+                optimizer.step()
+        weights += [p.detach().float().clone() for p in model.parameters()]
+    amp.deactivate()
+    return weights
+
+
+HERE = [  # in the default run; what the others could break is in these
+    ("O2", torch.float16, {"wrapped first": True}),
+    ("O1", torch.float16, {"zero": True}),
+]
+CASES = [
+    ("O1", torch.float16, {"micro": 2}),
+    ("O2", torch.bfloat16, {"static_divisor": False, "micro": 2}),
+    ("O3", torch.bfloat16, {}),
+    ("O2", torch.float16, {"zero": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "level, dtype, settings",
+    [*HERE, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_a_rank_without_data_follows_the_others(ranks, level, dtype, settings):
+    first, second = ranks(uneven, level, dtype, settings)
+    assert all(map(torch.equal, first, second))
+    wide = 0.1 if level == "O3" else 0.03
+    for ours, theirs in zip(first, ranks(uneven, "FP32", dtype, settings)[0], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=wide, rtol=wide)
+
+
+def joined(rank: int, settings: dict, with_zero: bool = False) -> str:
+    from torch.distributed.algorithms.join import Join
+
+    model = build(seed=0)[0]
+    optimizer = optimizer_of(model, {"zero": with_zero})
+    if settings.pop("process_group", None):
+        settings["process_group"] = dist.group.WORLD
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **settings)
+    try:
+        with Join([optimizer]) if with_zero else DistributedDataParallel(model).join():
+            if with_zero:
+                small_training.step(loss_of(model, 0), optimizer)
+    except amp.AmpatchError as error:
+        return str(error)
+    return "taken"
+
+
+def test_what_join_cannot_shadow_is_refused(ranks):
+    for settings in ({}, {"loss_scale": 8.0, "process_group": True}):
+        for error in ranks(joined, settings):
+            assert "Expected a static scale and no process_group" in error
+    assert ranks(joined, {"loss_scale": 8.0}) == ["taken", "taken"]
+    for error in ranks(joined, {}, True):
+        assert "in Join([...]) under a dynamic loss scale" in error

@@ -1,6 +1,6 @@
 """Situations: optimizers, closures, schedulers, groups, and optimizers of optimizers.
 
-Each of torch's, in each way that it runs: tests/scaling/test_every_optimizer.py.
+Each of torch's, in each way that it runs: tests/scaling/test_optimizer_state.py.
 """
 
 import contextlib

@@ -74,7 +74,7 @@ NOT_PLAYED = {
     "hook a module's backward": UNSCALED,
     "hook_an_accumulator": UNSCALED,
     "block_fails": "there are no blocks",
-    "overflow": "there is one loss scale: tests/auto/test_auto_overflow.py",
+    "overflow": "there is one loss scale: tests/auto/test_auto_control.py",
 }
 
 

@@ -172,8 +172,8 @@ OPEN = {"casting.tables", "session.facade"}
 LOOK_INSIDE = ("native", "torch_private", "helpers", "conftest.py")
 """Tests of parts that no user sees, and what all tests share: `helpers/engine.py`."""
 OTHER_ROOMS = {
-    "casting/test_attention_o1.py": "a policy that thinks that there is a GPU",
-    "casting/test_devices.py": "as above",
+    "casting/test_modules_o1.py": "a policy that thinks that there is a GPU",
+    "casting/test_scopes.py": "as above",
     "cli/test_tables_command.py": "what is patched beside the tables",
     "integrations/conftest.py": "the search for early names, which meets large libraries",
     "laws/test_interruptions.py": "Ctrl-C between two optimizers of a block",

@@ -2,7 +2,7 @@
 
 Trainings at every level against a loop by hand, and exceptions in closures, are in
 `tests/laws/situations_optimizers.py`; that torch's own optimizers evaluate it first, once, in
-`test_every_optimizer.py`.  Here: these skip as without a closure; LBFGS and the user's own take it
+`test_optimizer_state.py`.  Here: these skip as without a closure; LBFGS and the user's own take it
 under a static scale, and are refused under a dynamic one.  And SAM, which steps in two halves.
 """
 

@@ -1,21 +1,33 @@
-"""A row is recommended only if it was shown to be as accurate and faster; else what is missing."""
+"""A row is recommended only if it was shown to be as accurate and faster; else what is missing.
 
+Which way a metric is better: by its name, by `--better`, or not known and never guessed.
+"""
+
+import csv
+import io
+import json
 import math
 import statistics
 from types import SimpleNamespace
 
 import pytest
-from sweep_made import trained
+from sweep_made import made_sweep, trained
 
 from ampatch.sweep.execution.notes import tune_note
 from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
+from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.options import SweepOptions
-from ampatch.sweep.report.margin import Margin
+from ampatch.sweep.report.directions import direction
+from ampatch.sweep.report.margin import Margin, worst_difference
 from ampatch.sweep.report.paired_test import smallest_detectable
-from ampatch.sweep.report.recommendation import recommendation
+from ampatch.sweep.report.recommendation import missing_evidence, recommendation
+from ampatch.sweep.report.result_files import as_csv, as_latex, as_markdown
 from ampatch.sweep.report.results import Row
 from ampatch.sweep.report.rows import summarize
-from ampatch.sweep.trial import Case, Trial
+from ampatch.sweep.report.table import notes, table
+from ampatch.sweep.report.terminal import write_results
+from ampatch.sweep.trial import BASE, Case, Trial
+from ampatch.tune.verdict import TuneError, passes, row_of
 
 
 def runs_of(level, accuracies, losses, ms=1.0, **trial):
@@ -27,13 +39,13 @@ def runs_of(level, accuracies, losses, ms=1.0, **trial):
     ]
 
 
-BASE = [0.970, 0.980, 0.975]
+SCORES = [0.970, 0.980, 0.975]
 LOSSES = [0.20, 0.22, 0.21]
 SO_FAR = "Stay with O0 for now. Speed:"
 AGAIN = {"short": True, "again": True}
 
 
-def advice(*rows, margin=None, base=BASE, losses=LOSSES, kind=UNKNOWN):
+def advice(*rows, margin=None, base=SCORES, losses=LOSSES, kind=UNKNOWN):
     """What is said of O0 and of rows `(level, gains, losses, speed)`; O0 agrees with itself."""
     runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, **AGAIN)
     for level, gains, its_losses, speed in rows:
@@ -83,7 +95,7 @@ def test_a_faster_row_as_accurate_is_recommended(gains, losses, speed, margin, b
 def test_one_number_as_each_difference_may_say_little():
     said = advice(("O1", [-0.05] * 3, LOSSES, 1.5), base=[0.8, 0.9, 0.85])
     assert said.startswith(SO_FAR) and "its accuracy differs by -0.05 with each of 3 seeds" in said
-    said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=BASE[:2], losses=LOSSES[:2])
+    said = advice(("O1", [0.0] * 2, LOSSES[:2], 1.5), base=SCORES[:2], losses=LOSSES[:2])
     assert "the same accuracy with 2 seeds says little. To settle it: --resume --seeds 3" in said
 
 
@@ -106,7 +118,7 @@ def test_the_example_of_the_readme_gets_no_recommendation():
     mean, scatter = statistics.mean(COARSE), statistics.stdev(COARSE)
     end = 4.3027 * scatter / math.sqrt(3) - mean  # Student's t, two degrees of freedom
     assert f"the 95 % interval of its accuracy ends {end:.2g} worse than O0's" in said
-    assert f"{0.01 * statistics.mean(BASE):.2g} matters (--margin)" in said
+    assert f"{0.01 * statistics.mean(SCORES):.2g} matters (--margin)" in said
     seeds = next(n for n in range(4, 99) if smallest_detectable(scatter, n) <= 0.00975 + mean)
     assert said.endswith(f"To settle it: --resume --seeds {seeds}.")
     said = advice(("O3", COARSE, LOSSES, 1.0))  # each seed is a round
@@ -133,9 +145,9 @@ def test_more_evidence_of_less_than_matters_changes_no_answer(seeds):
 
 
 def test_where_no_row_is_told_apart_the_one_with_most_fp32_is_named_first():
-    runs = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, ms=1.5, **AGAIN)
+    runs = runs_of("O0", SCORES, LOSSES) + runs_of("O0", SCORES, LOSSES, ms=1.5, **AGAIN)
     for level, speed in (("O3", 1.3), ("O2", 1.2), ("O1", 1.1)):
-        runs += runs_of(level, BASE, LOSSES, 1 / speed)
+        runs += runs_of(level, SCORES, LOSSES, 1 / speed)
     said = recommendation(summarize(runs))
     assert said.startswith(f"{SO_FAR} O1 in bfloat16 is 1.10 times as fast as O0 (1.10 to 1.10), ")
     assert "; O3 in bfloat16, O2 in bfloat16 cannot be told apart from O0 either. " in said
@@ -149,8 +161,8 @@ def test_where_no_row_is_told_apart_the_one_with_most_fp32_is_named_first():
     ],
 )
 def test_memory_that_is_saved_is_told_and_of_a_slow_row_with_its_speed(ms, said):
-    accuracies = [score + gain for score, gain in zip(BASE, NEAR)]
-    base = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, **AGAIN)
+    accuracies = [score + gain for score, gain in zip(SCORES, NEAR)]
+    base = runs_of("O0", SCORES, LOSSES) + runs_of("O0", SCORES, LOSSES, **AGAIN)
     others = runs_of("O2", accuracies, LOSSES, ms)
     for runs, size in ((base, 400), (others, 200)):
         for run in runs:
@@ -168,10 +180,10 @@ def test_of_rows_that_are_equally_fast_that_with_more_fp32_is_named():
     for level, speeds in (("O1", (1.5, 1.6, 1.7)), ("O3", (1.55, 1.65, 1.75))):
         for seed, speed in enumerate(speeds):
             runs = runs_of(
-                level, [score + gain for score, gain in zip(BASE, NEAR)], LOSSES, 1 / speed
+                level, [score + gain for score, gain in zip(SCORES, NEAR)], LOSSES, 1 / speed
             )
             overlapping.append(runs[seed])
-    base = runs_of("O0", BASE, LOSSES) + runs_of("O0", BASE, LOSSES, **AGAIN)
+    base = runs_of("O0", SCORES, LOSSES) + runs_of("O0", SCORES, LOSSES, **AGAIN)
     said = recommendation(summarize([*base, *overlapping]))
     assert said.startswith("Use O1 in bfloat16: 1.60 times as fast")
     assert said.endswith("O3 in bfloat16 may be as fast or faster.")
@@ -219,3 +231,153 @@ def test_the_command_has_what_the_script_was_given():
     assert said.endswith(
         "ampatch tune -m train.py --opt-level O1 --dtype bfloat16 -- --name 'a b' --seed '{seed}'"
     )
+
+
+LOWER = """
+    loss losses Loss_1 val_loss val/loss val_loss_total train_loss_epoch logloss valLoss valloss
+    lossval trainLosses MSELoss dice_loss loss_score valMAE error errors testErr error_rate
+    testerrors top5_error error/top1 val_accuracy_error inaccuracy perplexity perplexities ppl mse
+    rmse mae mape sMAPE MAPEs rmsle nll neg_log_likelihood bpc wer cer ter fid fid_score lpips ece
+    brier brier_score eer epe mpjpe kl KLDivergence crossEntropy cross_entropy regret distance
+    seconds
+"""
+HIGHER = """
+    accuracy accuracies acc valAcc valaccuracy acc@1 acc_norm top1 top-5 top_5 f1 macroF1 f1_score
+    auc roc_auc ap AP50 map mAP mAP50 mAP50_95 mAP@0.5 iou mIoU miou dice bleu BLEU-4 rouge rougeL
+    ROUGE-L psnr ssim r2 R2Score recall recall@5 precision_at_k score lossless_score mrr ndcg
+    NDCG@10 hits@10 reward episodeReward return returns dice_coef Prec@1
+"""
+NEITHER = """
+    answer lr epochs account snapshot mapping heatmap timeline across capacity flossy gloss
+    lossless terror underscore fps loss_scale lossScale lossscale acc_std acc_stderr loss_weight
+    accuracy_drop 1-ssim one_minus_acc neg_mean_squared_error negative_recall tpr@fpr
+    accuracy_over_time loss_dice loss/accuracy loss_coef Verlust 損失
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "way"), [(LOWER, "lower"), (HIGHER, "higher"), (NEITHER, None)], ids=str
+)
+def test_the_words_of_a_name_say_which_way_is_better(names, way):
+    assert {name: direction(name) for name in names.split()} == dict.fromkeys(names.split(), way)
+
+
+BASE_VALUES = [0.30, 0.32, 0.31]
+UP = [0.2, 0.205, 0.21]
+DOWN = [-shift for shift in UP]
+
+
+def runs_off(name, shifts, first=()):
+    """O0, and an O1 that is twice as fast and whose metric `name` is off by these shifts."""
+    runs = []
+    for seed, (base, shift) in enumerate(zip(BASE_VALUES, shifts)):
+        for trial, value, ms in (
+            (Trial(BASE, seed), base, 1.0),
+            (Trial(BASE, seed, short=True, again=True), base, 1.0),
+            (Trial(Case("O1", "bfloat16"), seed), base + shift, 0.5),
+        ):
+            run = trained(trial, [1.0] + [0.2 + seed / 100] * 39, ms=ms)
+            run.measured.metrics.update({**dict(first), name: Series([40], [value])})
+            runs.append(run)
+    return runs
+
+
+def advised(name, shifts, **options):
+    return recommendation(summarize(runs_off(name, shifts), **options))
+
+
+SPEED = "2.00 times as fast as O0 (2.00 to 2.00)"
+STAY = "Stay with O0: no row that may be faster is as accurate."
+TAKE = "Use O1 in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "shifts", "better", "said"),
+    [
+        *((n, UP, None, STAY) for n in ("logloss", "valLoss", "testErr", "smape", "ece")),
+        *((name, DOWN, None, TAKE) for name in ("logloss", "testErr", "ece")),
+        ("spam", [float("nan")] * 3, None, "Stay with O0"),  # whichever way is better
+        ("spam", [0.0] * 3, None, f"{TAKE}: {SPEED}; spam the same with each of 3 seeds."),
+        *(("spam", *row) for row in ((DOWN, "lower", TAKE), (UP, "higher", TAKE))),
+        *(("spam", *row) for row in ((UP, "lower", STAY), (DOWN, "higher", STAY))),
+        ("logloss", UP, "higher", TAKE),
+    ],
+)
+def test_a_row_that_is_worse_is_not_recommended(name, shifts, better, said):
+    assert advised(name, shifts, better=better and {name: better}).startswith(said)
+
+
+@pytest.mark.parametrize("shifts", [UP, DOWN, [0.02] * 3, [0.001, -0.001, 0.0005]])
+def test_a_difference_without_a_direction_recommends_nothing_and_names_the_option(shifts):
+    rows = summarize(runs_off("spam", shifts))
+    said = recommendation(rows)
+    assert said.startswith(f"Stay with O0 for now. Speed: O1 in bfloat16 is {SPEED}")
+    assert "its spam differs from O0's by " in said
+    assert "--better spam=lower or --better spam=higher" in said
+    assert rows[1].outcome in ("different", "within")
+    with pytest.raises(ValueError, match="spam: expected a direction"):
+        worst_difference(rows[1].comparisons[0])
+    assert rows[1].verdict.endswith(" (no direction)")
+
+
+def test_of_one_seed_both_are_asked_for():
+    missing = missing_evidence(summarize(runs_off("spam", UP[:1]))[1])
+    assert missing.text.startswith("its spam differs from O0's by +0.2, and the name does not say")
+    assert missing.options == "--seeds 3 --better spam=lower or --better spam=higher"
+    assert "--better 'my spam=lower' or --better" in advised("my spam", UP)
+
+
+def test_a_row_that_differs_without_a_direction_is_not_named_for_its_memory():
+    runs = runs_off("spam", UP)
+    for run in runs:
+        is_base = run.case == BASE
+        run.measured.memory_bytes = 2**30 if is_base else 2**29
+        run.measured.step_seconds = [None] + [0.001 if is_base else 0.002] * 39
+    rows = summarize(runs)
+    assert "memory" not in recommendation(rows)
+    assert "memory" in recommendation(summarize(runs, better={"spam": "higher"}))
+
+
+def test_table_and_files_say_the_direction_of_each_metric(tmp_path):
+    others = {"spam": Series([40], [1.0]), "top1": Series([40], [0.5])}
+    results = made_sweep(tmp_path, runs_off("logloss", UP, first=others))
+    assert {"? spam", "↑ top1", "↓ logloss"} < set(table(results.rows).columns)
+    explained = notes(results.rows)
+    assert "; ↓: lower is better; ↑: higher is better" in explained[0]
+    assert "(spam)" in explained[1] and "--better spam=lower" in explained[1]
+    text = as_markdown(results)
+    assert "| ↓ logloss |" in text and explained[1] in text
+    assert r"$\downarrow$ logloss" in as_latex(results) and r"$\uparrow$ top1" in as_latex(results)
+    rows = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["rows"]
+    ways = {"logloss": "lower", "last loss": "lower", "spam": None, "top1": "higher"}
+    assert [row["better"] for row in rows] == [ways, ways]
+    assert {metric["name"]: metric["better"] for metric in rows[1]["comparisons"]} == ways
+    judged = [line["judged_better"] for line in csv.DictReader(io.StringIO(as_csv(results)))]
+    assert judged == ["", ""]  # O0 is not compared, and of spam it is not known
+    for name, way in (("logloss", "lower"), ("top1", "higher")):
+        assert summarize(runs_off(name, UP))[1].verdict.endswith(f"] ({way} is better)")
+    told = summarize(runs_off("spam", UP), better={"spam": "lower"})
+    assert "↓ spam" in table(told).columns
+    assert "--better" not in "".join(notes(told))
+
+
+def test_a_terminal_without_arrows_still_gets_the_results(tmp_path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    write_results(made_sweep(tmp_path, runs_off("logloss", UP)), stream)
+    stream.flush()
+    assert b"\\u2193 logloss" in stream.buffer.getvalue()
+
+
+def test_tune_asks_for_a_direction_where_values_differ():
+    level = Case("O1", "bfloat16")
+    for name, shifts, better, answer in (
+        ("logloss", UP, {}, False),
+        ("logloss", DOWN, {}, True),
+        ("spam", UP, {"spam": "lower"}, False),
+        ("spam", UP, {"spam": "higher"}, True),
+        ("spam", [0.0] * 3, {}, True),
+    ):
+        assert passes(row_of(level, runs_off(name, shifts), None, better)) is answer
+    for shifts in (UP, DOWN):
+        with pytest.raises(TuneError, match="O1 bfloat16: its spam differs .* --better spam=lower"):
+            passes(row_of(level, runs_off("spam", shifts), None, {}))
