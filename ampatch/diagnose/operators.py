@@ -108,7 +108,7 @@ class OriginTracker(dispatch_modes.TorchDispatchMode):
         self.__enter__()
 
     def leave(self) -> None:
-        """Stop checking, also below modes that were entered later."""
+        """Stop checking, even while modes entered later are active."""
         self._is_active = False
         self._call_sites.clear()  # call sites hold modules
         self._origins = ByStorage()

@@ -102,7 +102,7 @@ def test_a_difference_without_a_direction_recommends_nothing_and_names_the_optio
     assert rows[1].outcome in ("different", "within")
     with pytest.raises(ValueError, match="spam: expected a direction"):
         worst_difference(rows[1].comparisons[0])
-    assert rows[1].verdict.endswith(" (no direction)")
+    assert rows[1].verdict.endswith(" (no known direction)")
 
 
 def test_of_one_seed_both_are_asked_for():

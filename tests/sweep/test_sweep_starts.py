@@ -84,7 +84,7 @@ def test_weights_from_another_rows_file_are_said_once(tmp_path, monkeypatch):
     )
     sweep, said = planned(tmp_path, "", levels=["O0", "O1"], autocast=False), Said()
     sweep.run(said)
-    assert sweep.results.recommendation.startswith("None: the rows do not start alike")
+    assert sweep.results.recommendation.startswith("None: the rows' first losses differ by more")
     assert "TRIAL_DIR" not in sweep.results.recommendation
     [text] = [text for text in said.events if "AMPATCH_TRIAL_DIR" in text]
     assert text in sweep.results.notes

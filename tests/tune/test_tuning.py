@@ -215,7 +215,7 @@ def test_a_tuning_that_goes_on_keeps_its_own_options_and_says_so(tuned, tmp_path
     said = []
     answer, trials = tuned(["head"], resume=True, candidates=20, say=said.append)
     words = "--dtype bfloat16 --probe-steps 7 --rounds 5 --seeds 6"
-    assert said[0] == f"Goes on with the tuning in its folder, and keeps its settings: {words}."
+    assert said[0] == f"Resumes the tuning in its folder, and keeps its settings: {words}."
     assert answer.needed == ["head"] and answer.dtype == "bfloat16" and answer.candidates > 1
     assert [(options.steps, options.dtype) for options in trials.probed] == [(7, "bfloat16")]
     assert trials.last.rounds == 5  # the timing is its last sweep
