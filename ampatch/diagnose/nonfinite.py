@@ -67,8 +67,8 @@ class Debugger:
 
     `passed_over` holds the first overflow of each step that a smaller loss scale cures;
     `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
-    when the script writes to `.grad`.  With `is_logged` the report is also
-    logged, as an error on the logger "ampatch".
+    when the script writes to `.grad`.  With `is_logged` the report is also logged, as an error on
+    the logger "ampatch".
     """
 
     def __init__(
@@ -220,10 +220,10 @@ class Debugger:
         phase: str = "forward",
         advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `module` and `phase` are used if its origin is
-        unknown.
+        """Report the first non-finite tensor.
 
-        `advice` is for values that the optimizer's step has made.
+        `module` and `phase` are used if its origin is unknown.  `advice` is for values that the
+        optimizer's step has made.
         """
         if self.report is not None or not self.is_active:
             return False
@@ -300,7 +300,17 @@ def _unknown_origin(
     checked = [t for t in inputs if t.dtype in CHECKED_DTYPES]
     call_site = CallSite(module, None, 0)
     are_finite = all(map(is_finite, checked))
-    return Origin("", phase, call_site, tensor.dtype, value, largest(checked), are_finite, False, 0)
+    return Origin(
+        operator="",
+        phase=phase,
+        call_site=call_site,
+        dtype=tensor.dtype,
+        value=value,
+        largest_input=largest(checked),
+        input_is_finite=are_finite,
+        is_written=False,
+        order=0,
+    )
 
 
 def _rank() -> int | None:

@@ -79,9 +79,8 @@ class ModuleCall:
         self._with_same_random_numbers = replay_random_numbers()
         self._copy = _copy_without_hooks(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
-        self._inputs = copy.deepcopy(
-            detached
-        )  # also objects such as a cache, which the call may change
+        # The copy also has objects such as a cache, which the call may change.
+        self._inputs = copy.deepcopy(detached)
         self._requires_grad = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 

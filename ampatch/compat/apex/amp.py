@@ -171,7 +171,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
 def _scalers() -> dict[str, tuple[facade.Scaler, str]]:
     """Maps the name of each scaler in use to the scaler and its name within its session."""
     if len(facade.open_sessions()) > 1:
-        gc.collect()  # optimizers of earlier sessions, as in cross-validation, are in cycles
+        gc.collect()  # optimizers of earlier cross-validation runs are in reference cycles
     sessions = scaling_sessions()
     if not sessions:
         ampatch.state_dict()  # raises `AmpatchError`: no session is open

@@ -192,7 +192,7 @@ class Directory:
         if not resume:
             raise ValueError(
                 f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
-                f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
+                f"{earlier.done} of {earlier.planned} runs. Continue it with --resume, replace it "
                 "with --overwrite, or choose another directory with --out."
             )
         by_budget = ("seeds", "rounds") if earlier.plan.get("budget") else ()
