@@ -24,7 +24,7 @@ from ..config.overrides import Overrides
 from ..errors import AmpatchError, did_you_mean, type_name
 from ..log import logger
 from ..models.managed_model import ManagedModel
-from ..models.module_overrides import overridden_submodules, precisions
+from ..models.module_overrides import overridden_submodules, resolve_overrides
 from ..models.sharded_weights import checked_sharded_parameters
 from ..session.session import registry
 from ..torch_private.dtensors import can_replace_data, is_dtensor, is_localized_by_ddp
@@ -162,7 +162,7 @@ def check_models(models: list[nn.Module], properties: Properties, overrides: Ove
             )
         if properties.cast_model_type is None:
             continue
-        _, stays_fp32 = precisions(model, overrides.modules, properties)
+        _, stays_fp32 = resolve_overrides(model, overrides.modules, properties)
         cast_by_fsdp = checked_sharded_parameters(model, properties, stays_fp32)
         for name, why in _uncastable_weights(model, properties, cast_by_fsdp):
             raise AmpatchError(

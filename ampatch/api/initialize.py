@@ -15,7 +15,7 @@ from ..config.scale_settings import ScaleSettings
 from ..errors import AmpatchError, type_name
 from ..log import logger, set_verbosity
 from ..models.managed_model import ManagedModel
-from ..session.session import Session, registry, taken_over
+from ..session.session import Session, registry, take_over
 from ..types import (
     AnyOptimizer,
     DtypeName,
@@ -145,7 +145,7 @@ def initialize(
         patch_scope: `"model"` casts calls inside forwards of managed models (and their
             recomputation), and calls on half tensors or managed parameters.  `"process"` casts
             every call, as apex does, except in DataLoaders, their workers and hooks of backward
-            passes; use it if there are no models.  Of several sessions the one opened last decides.
+            passes; use it if there are no models.  Of several sessions, the newest decides.
 
     A second call with managed models and optimizers gives them the new settings; weights and
     optimizer states keep their values.
@@ -185,13 +185,13 @@ def initialize(
         if plan.replaced_settings:
             registry.observers.notify("on_replaced", plan.replaced_settings)
 
-    with taken_over(*listed_models, *listed_optimizers):
+    with take_over(*listed_models, *listed_optimizers):
         session.open(listed_models, listed_optimizers, notify)
     registry.close_empty()
     logger.info("Initialized:%s", plan.properties.format_settings())
     parameters = (p for model in listed_models for p in model.parameters())
     warn_of_slow_float16(plan.properties, parameters)
-    native.log_gain_of_a_build()
+    native.log_build_hint()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -207,7 +207,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
     Args:
         models: a `torch.nn.Module`, or a list or tuple of them.  Models that the session already
             has are not changed.
-        to: a model or an optimizer of the session to join.  None: the session opened last.
+        to: a model or an optimizer of the session to join.  None: the newest session.
 
     Raises:
         TypeError: `models` has an object that is no module.
@@ -269,8 +269,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
 
 
 def _session_for_optimizers(optimizers: list[Any]) -> Session:
-    """The session that has these optimizers or their parameters; otherwise the one opened last."""
-    latest = registry.latest("ampatch.add_optimizers(...)")
+    """The session that has these optimizers or their parameters; otherwise the newest."""
+    newest = registry.newest("ampatch.add_optimizers(...)")
     params = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     sessions = {s for s in registry.sessions if not params.isdisjoint(s.parameter_names())}
     of_optimizers = map(registry.objects.session_of, optimizers)
@@ -281,7 +281,7 @@ def _session_for_optimizers(optimizers: list[Any]) -> Session:
             f"{len(sessions)} calls of initialize. Make one optimizer for the models of each call, "
             "and add them one by one."
         )
-    return next(iter(sessions), latest)
+    return next(iter(sessions), newest)
 
 
 def unwrap(model: Model) -> Model:
@@ -299,11 +299,11 @@ def unwrap(model: Model) -> Model:
 
 
 def cache_info() -> CacheInfo:
-    """`hits`, `misses` and `entries` of the weight cache of the session opened last.
+    """`hits`, `misses` and `entries` of the weight cache of the newest session.
 
     Raises `AmpatchError` when no session is open.
     """
-    return registry.latest("ampatch.cache_info()").policies.cache.info()
+    return registry.newest("ampatch.cache_info()").policies.cache.info()
 
 
 def deactivate() -> None:

@@ -24,7 +24,7 @@ from ..config.opt_levels import properties_for
 from ..config.validation import whole_number
 from ..errors import AmpatchError
 from ..log import logger, set_verbosity
-from ..scaling.scaled_backward import PlainBackward
+from ..scaling.scale_loss_block import PlainBlock
 from ..session.session import Session, registry
 from ..types import Optimizer
 
@@ -36,10 +36,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Cast torch's functions as O1 does, in the whole process, and return a `Handle`.
+    """Cast the arguments of torch's functions as O1 does, in the whole process.
 
-    Calls in DataLoaders and in hooks of backward passes are not cast.  In models at O2 and O3 only
-    registered functions of the user, and calls that mix FP32 and half, are cast.
+    Returns a `Handle`.  Calls in DataLoaders and in hooks of backward passes are not cast.  In
+    models at O2 and O3, only registered functions of the user, and calls that mix FP32 and half,
+    are cast.
 
     Args:
         enabled: False returns a handle that does nothing.
@@ -138,7 +139,7 @@ class Handle:
         if isinstance(optimizer, WrappedOptimizer):
             return optimizer.scale_loss(loss)
         if not self.is_active():
-            return PlainBackward(loss)
+            return PlainBlock(loss)
         return self._scaled(loss, optimizer, loss_id=0)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
@@ -153,7 +154,7 @@ class Handle:
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
     def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
-        return self._session.scaled_backward(loss, [self._managed(optimizer)], loss_id)
+        return self._session.scale_loss_block(loss, [self._managed(optimizer)], loss_id)
 
     def _managed(self, optimizer: Any) -> Any:
         session, managed = registry.objects.find(optimizer) or (self._session, None)
@@ -188,7 +189,7 @@ class WrappedOptimizer:
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """Context manager: yields the scaled loss; after it gradients are unscaled."""
         if not self._handle.is_active():
-            return PlainBackward(loss)
+            return PlainBlock(loss)
         loss_id = self._loss_ids[self._turn % len(self._loss_ids)]
         self._turn += 1
         return self._handle._scaled(loss, self._optimizer, loss_id)

@@ -15,7 +15,7 @@ from ..errors import AmpatchError, type_name
 from ..log import ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import PlainBackward
+from ..scaling.scale_loss_block import PlainBlock
 from ..scaling.scaler_entries import load_entries
 from ..scaling.steps import StepCounts
 from ..session.object_registry import live_counterparts
@@ -56,7 +56,7 @@ def scale_loss(
         optimizers: the optimizer whose parameters the loss reaches, or a list or tuple of them.
             Wrappers that have the optimizer as `.optimizer` and share its `param_groups` work too
             (accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`).  If optimizers
-            come from several calls of `initialize`, their last dynamic loss scale is used.
+            come from several calls of `initialize`, the last of their dynamic scales is used.
         loss_id: which loss scaler, `0 <= loss_id < num_losses`.
         model: ignored; accepted because apex had it.
         delay_unscale: leave the gradients in `.grad` scaled, so that the next block adds to them.
@@ -92,8 +92,8 @@ def scale_loss(
     if loss_id != 0 or isinstance(loss_id, bool):
         _check_loss_id(loss_id, session, "ampatch.scale_loss")
     if not session.properties.enabled:
-        return PlainBackward(loss)
-    return session.scaled_backward(loss, listed, loss_id, delay_unscale, delay_overflow_check)
+        return PlainBlock(loss)
+    return session.scale_loss_block(loss, listed, loss_id, delay_unscale, delay_overflow_check)
 
 
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
@@ -122,11 +122,11 @@ def _find_managed(optimizer: Any, user_call: str) -> ManagedOptimizer | None:
 
 
 def _disabled_session_or_raise(optimizer: Any, user_call: str) -> tuple[Session, None]:
-    """For an optimizer that no session manages: the session opened last, if all are disabled.
+    """For an optimizer that no session manages: the newest session, if all are disabled.
 
     Otherwise raises an `AmpatchError` that names the optimizers that are managed.
     """
-    session = registry.latest(f"{user_call}(...)")
+    session = registry.newest(f"{user_call}(...)")
     if not any(other.properties.enabled for other in registry.sessions):
         return session, None
     optimizers = [managed.optimizer for managed in registry.optimizers()]
@@ -165,7 +165,7 @@ def state_dict(of: nn.Module | AnyOptimizer | None = None) -> dict[str, dict[str
 
     An entry also holds `"dynamic": False` for a static scale, and settings that
     `set_loss_scale_settings` changed.  If you called `initialize` several times, pass as `of` a
-    model or an optimizer of the session.  Without `of` it is the last session that has an
+    model or an optimizer of the session.  Without `of` it is the newest session that has an
     optimizer, and a warning is logged if there are others.  Synchronizes with the device.
 
     Raises `AmpatchError` if no session is open, or none has `of`.
@@ -191,17 +191,17 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
 
 def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
-    """The loss scalers of the session that has `of`; for None, of the last that scales losses."""
+    """The loss scalers of the session that has `of`; for None, of the newest that scales losses."""
     session = (
         registry.require_session_of(of, user_call)
         if of is not None
-        else registry.latest_scaling(user_call)
+        else registry.newest_scaling(user_call)
     )
     others = [other for other in registry.scaling_sessions() if other is not session]
     if of is None and any(other.checks_for_overflow() for other in others):
         logger.warning(
-            "%s: it covers only the last session that has an optimizer; other sessions have their "
-            "own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
+            "%s: it covers only the newest session that has an optimizer; other sessions have "
+            "their own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
             user_call,
             extra=ONCE,
         )
@@ -209,22 +209,22 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
 
 
 def loss_scale(loss_id: int = 0) -> float:
-    """The current loss scale of the last session that has an optimizer.
+    """The current loss scale of the newest session that has an optimizer.
 
-    If no session has an optimizer, it is the scale of the session opened last.  All functions of
+    If no session has an optimizer, it is the scale of the newest session.  All functions of
     the loss scale choose the session in this way.  With `enabled=False` the loss scale is 1.
     Synchronizes with the device.
 
     Raises `TypeError` or `ValueError` for a wrong `loss_id`, `AmpatchError` if no session is open.
     """
-    session = registry.latest_scaling("ampatch.loss_scale(...)")
+    session = registry.newest_scaling("ampatch.loss_scale(...)")
     _check_loss_id(loss_id, session, "ampatch.loss_scale")
     return session.scalers[loss_id].get() if session.properties.enabled else 1.0
 
 
-def _scaler_of_latest(user_call: str, loss_id: int) -> Scaler:
-    """A loss scaler of the last session that scales losses."""
-    session = registry.latest_scaling(f"{user_call}(...)")
+def _scaler_of_newest(user_call: str, loss_id: int) -> Scaler:
+    """A loss scaler of the newest session that scales losses."""
+    session = registry.newest_scaling(f"{user_call}(...)")
     _check_loss_id(loss_id, session, user_call)
     return session.scalers[loss_id]
 
@@ -246,7 +246,7 @@ def set_loss_scale(value: float | str, loss_id: int = 0) -> None:
     `value` is a positive finite number, which may be a string.  Raises `TypeError` or `ValueError`
     for any other value, and changes nothing.
     """
-    scaler = _scaler_of_latest("ampatch.set_loss_scale", loss_id)
+    scaler = _scaler_of_newest("ampatch.set_loss_scale", loss_id)
     user_call = f"ampatch.set_loss_scale(value={value!r})"
     expected = 'a positive number (loss_scale="dynamic" is for ampatch.initialize)'
     scaler.set(positive_number(user_call, value, expected, or_text=True))
@@ -258,7 +258,7 @@ def loss_scale_settings(loss_id: int = 0) -> dict[str, float]:
     Keys: `init_scale`, `growth_interval`, `growth_factor`, `backoff_factor`,
     `min_loss_scale`, `max_loss_scale`.
     """
-    settings = _scaler_of_latest("ampatch.loss_scale_settings", loss_id).settings
+    settings = _scaler_of_newest("ampatch.loss_scale_settings", loss_id).settings
     return {} if settings is None else dataclasses.asdict(settings)
 
 
@@ -275,7 +275,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
     After an exception nothing has changed.
     """
     user_call = "ampatch.set_loss_scale_settings(...)"
-    scaler = _scaler_of_latest("ampatch.set_loss_scale_settings", loss_id)
+    scaler = _scaler_of_newest("ampatch.set_loss_scale_settings", loss_id)
     if not isinstance(scaler, DynamicScaler):
         raise AmpatchError(
             f"{user_call}: loss scale {loss_id} is static and has no settings. Use "

@@ -120,7 +120,7 @@ class BackwardPasses:
 
     def _run(self, original: Callable, bound: inspect.BoundArguments, targets: _Targets) -> None:
         roots = _as_list(bound.arguments["tensors"])
-        block = self._session.scaled_backward(
+        block = self._session.scale_loss_block(
             roots[0], targets.optimizers, 0, delay_unscale=False, delay_overflow_check=False
         )
         scale = self._scaler.snapshot()

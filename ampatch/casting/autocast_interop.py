@@ -1,20 +1,20 @@
 """torch.autocast beside ampatch: its regions, its switch, and queries of its state.
 
-*A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region nothing is
+*A region* of `torch.autocast` is a call on the thread's stack.  In a disabled region, nothing is
 cast on its device type.  A region enabled inside a managed forward at O1 sets the half dtype:
-ampatch continues to cast, and torch's autocast is off.  Outside of managed forwards torch's
+ampatch continues to cast, and torch's autocast is off.  Outside of managed forwards, torch's
 autocast casts, and ampatch does not.  A managed forward that begins in a region is under its own
-policy again: see `CastState.set_policy_args`.  torch's own code enters regions too, to restore the
-autocast state of a forward.  The code in such a region is under the policy of that forward
+policy again (see `CastState.policy_arguments`).  torch's own code enters regions too, to restore
+the autocast state of a forward.  The code in such a region is under the policy of that forward
 (`context_propagation`).
 
 *`torch.set_autocast_enabled`*, called by the user's code, sets torch's autocast and leaves
 ampatch's casts unchanged; a warning names the remedy.
 
 *`torch.is_autocast_enabled` and `get_autocast_dtype`* return True and the policy's half dtype if
-calls on the device are cast: libraries call them in order to behave as under autocast, and so does
+calls on the device are cast, because libraries call them to behave as under autocast, and so does
 `custom_fwd`.  torch's other modules get torch's values, because they save the state to restore it,
-guard on it or choose kernels by it.
+guard on it, or choose kernels with it.
 
 So the caller's Python frame decides one question: *does torch's own code read the state, or set
 it?*  Only the switch and the queries look at the frame.  Three other ways were tried:
@@ -190,7 +190,7 @@ class AutocastInterop:
         return get_autocast_dtype
 
     def _policy_to_report(self, caller: FrameType | None, device: str) -> Policy | None:
-        """The policy to report as the autocast state of `device`; None: report torch's state.
+        """The policy to report as the autocast state of `device`; None to report torch's state.
 
         A policy with a condition casts only some calls, and libraries must not cast the others.  So
         such a policy is reported only to `custom_fwd`.

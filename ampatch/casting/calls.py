@@ -11,7 +11,7 @@ call after any exception: `models/own_frame` for modules, `CastState.run_in_call
 Only `with` blocks, of the user's and of torch.autocast, have no Python frame: `exit_block` exits
 them.
 
-A function is cast under the process's policy, unless its thread is inside a call that has set a
+Arguments are cast under the process's policy, unless the thread is inside a call that has set a
 policy of its own.  Patched functions read this state at every call, so it is plain attributes.
 `torch.compile` guards on what it reads while tracing.  Its guards work for plain attributes, and
 for attributes that a `threading.local` subclass sets in `__init__`.  But `torch.compile` silently
@@ -45,12 +45,12 @@ if TYPE_CHECKING:  # at run time imports go the other way
     from .policy import Policy
     from .weight_cache import ForwardCopies
 
-PROCESS_POLICY: Any = object()
-"""As the policy of a call or a thread: the policy of the process is active there."""
+FOLLOWS_PROCESS: Any = object()
+"""For `Call.policy` and `ThreadCalls.policy`: `CastState.process_policy` is active."""
 INHERIT: Any = object()
-"""This call sets no policy (or dtype) of its own; the enclosing call's applies."""
+"""For a call that sets no policy (or dtype) of its own: the enclosing call's applies."""
 
-CALL = "call"
+MODULE_CALL = "module"
 """A call of a module."""
 INTERNAL = "internal"
 """Code that ampatch runs under a policy, such as the recompute of a checkpoint."""
@@ -68,20 +68,20 @@ class Call:
     """One call on the stack.  It has no `__init__`, whose call would cost more than the rest."""
 
     owner: object = None  # the object that has entered it
-    kind = CALL
+    kind = MODULE_CALL
     is_dynamo_traced = False  # Dynamo traces it: `swap` and `input_casts` stay None
 
     # Active in this call, and in the calls inside that set no value of their own.
-    policy: Policy | None = PROCESS_POLICY
-    copies: ForwardCopies | None = None  # the half copies that calls at O1 use
-    # The dtype in which this call computes: a half model's or an override's; None: any dtype.
+    policy: Policy | None = FOLLOWS_PROCESS
+    forward_copies: ForwardCopies | None = None  # the half copies that calls at O1 use
+    # The dtype in which a half model or an override computes; None: no fixed dtype.
     compute_dtype: torch.dtype | None = INHERIT
-    # The dtype of submodule outputs in a framework's step; None: any dtype.
+    # The dtype of submodule outputs in a framework's step; None: no fixed dtype.
     step_output_dtype: torch.dtype | None = INHERIT
 
     # What its exit undoes.
     sets_policy = False
-    opened_copies: ForwardCopies | None = None  # the half copies that were opened with this call
+    opened_forward_copies: ForwardCopies | None = None  # those that were opened with this call
     # The CastState on which this call has called `acquire_thread_policies`.
     acquired_state: CastState | None = None
     had_thread_policies = False  # under Dynamo: `has_thread_policies` before this call
@@ -97,8 +97,8 @@ class ThreadCalls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
-        self.policy: Policy | None = PROCESS_POLICY
-        self.copies: ForwardCopies | None = None
+        self.policy: Policy | None = FOLLOWS_PROCESS
+        self.forward_copies: ForwardCopies | None = None
 
 
 thread_calls = ThreadCalls()
@@ -113,7 +113,7 @@ def innermost(owner: object) -> Call | None:
 
 
 def current_compute_dtype() -> torch.dtype | None:
-    """The dtype in which the innermost forward computes; None if any, or if no forward runs."""
+    """The innermost forward's compute dtype; None if it has no fixed one, or if no forward runs."""
     for call in reversed(thread_calls.stack):
         if call.compute_dtype is not INHERIT:
             return call.compute_dtype
@@ -125,11 +125,12 @@ class CastState:
 
     def __init__(self) -> None:
         self.process_policy: Policy | None = None
-        self.half_model_policy: Policy | None = None  # for functions registered through `init`
-        # Whether patched functions read their thread's policy: see `acquire_thread_policies`.
+        # In O2 and O3 models under `init`: it casts calls of mixed dtypes and registered functions.
+        self.half_model_policy: Policy | None = None
+        # Whether patched functions read their thread's policy (see `acquire_thread_policies`).
         self.has_thread_policies = False
         self._users: set[Any] = set()  # calls and observers that hold `has_thread_policies`
-        self._traced_users = 0  # the number of users where Dynamo traces
+        self._traced_users = 0  # the number of users acquired while Dynamo traces
         self.lock = threading.RLock()
         if hasattr(os, "register_at_fork"):  # a forked child lacks the thread that holds the lock
             os.register_at_fork(
@@ -143,9 +144,9 @@ class CastState:
     # Enter and exit
 
     def enter(self, call: Call, owner: object) -> None:
-        """Put `call` on the stack; nothing else changes until its attributes are set."""
+        """Put `call` on the stack, with the policy and copies of the call around it."""
         call.owner = owner
-        call.policy, call.copies = thread_calls.policy, thread_calls.copies
+        call.policy, call.forward_copies = thread_calls.policy, thread_calls.forward_copies
         thread_calls.stack.append(call)
 
     def set_policy(
@@ -157,12 +158,12 @@ class CastState:
     ) -> None:
         """Put this thread under `policy` until the exit of `call`, its innermost call.
 
-        Until then torch's autocast is off on the device types `autocast_off`.  With
-        `sets_policy=False` `innermost_policy` skips this call.
+        Until then, torch's autocast is off on the device types `autocast_off`.  With
+        `sets_policy=False`, `innermost_policy` skips this call.
         """
         previous = thread_calls.policy
-        active = self.process_policy if previous is PROCESS_POLICY else previous
-        # Set it even if nothing is cast now: a session may open inside the `disable_casts()` block.
+        active = self.process_policy if previous is FOLLOWS_PROCESS else previous
+        # `disable_casts()` sets its policy even if nothing is cast now: a session may open inside.
         for_new_sessions = policy is None and call.kind == USER_BLOCK
         is_change = policy is not active or for_new_sessions
         call.sets_policy = sets_policy and policy is not INHERIT
@@ -195,7 +196,7 @@ class CastState:
             self.exit_out_of_order(call)
 
     def exit_out_of_order(self, call: Call) -> None:
-        """Exit a call that has no swap and may not be the innermost.
+        """Exit a call without a swap, even if it is not the innermost.
 
         Blocks inside it exit with it.  If a call with a Python frame is inside it, nothing but
         `call` leaves the stack.  Generators exit blocks in any order.
@@ -229,10 +230,9 @@ class CastState:
                 inner.traced_swap.swap_out()
             if inner.autocast_off:
                 enable_torch_autocast(inner.autocast_off)
-            if len(stack) > 1:
-                thread_calls.policy, thread_calls.copies = stack[-2].policy, stack[-2].copies
-            else:
-                thread_calls.policy, thread_calls.copies = PROCESS_POLICY, None
+            outer = stack[-2] if len(stack) > 1 else None
+            thread_calls.policy = FOLLOWS_PROCESS if outer is None else outer.policy
+            thread_calls.forward_copies = None if outer is None else outer.forward_copies
             if inner.acquired_state is not None:
                 self.release_thread_policies(inner)
             del stack[-1]
@@ -249,7 +249,7 @@ class CastState:
             finally:
                 self.exit(call)
         except BaseException:
-            self.exit(call)  # exit again: KeyboardInterrupt may have interrupted the first exit
+            self.exit(call)  # again: KeyboardInterrupt may have interrupted the first exit
             raise
 
     def call_without_casts(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ class CastState:
 
     def current_policy(self) -> Policy | None:
         """Return the policy of a function that is called now, or None if nothing is cast."""
-        if self.has_thread_policies and thread_calls.policy is not PROCESS_POLICY:
+        if self.has_thread_policies and thread_calls.policy is not FOLLOWS_PROCESS:
             return thread_calls.policy
         return self.process_policy
 
@@ -296,10 +296,10 @@ class CastState:
         return policy
 
     def autocast_kernel_dtype(self, device: str, args: tuple, kwargs: dict) -> torch.dtype | None:
-        """The dtype to which torch's autocast kernel should cast; None: no cast.
+        """The dtype to which torch's autocast kernel should cast, or None for no cast.
 
-        Inside a half model or an override: the dtype in which that module computes, which can be
-        FP32.  Elsewhere: the policy's half dtype.
+        Inside a half model or an override, it is the dtype in which that module computes, which can
+        be FP32.  Elsewhere, it is the policy's half dtype.
         """
         for call in reversed(thread_calls.stack):
             if call.kind != USER_BLOCK and call.compute_dtype not in (INHERIT, None):
@@ -310,7 +310,7 @@ class CastState:
         if policy is None or not policy.casts_on_device(device):
             return None
         is_cast = policy.condition is None or policy.condition(args, kwargs)
-        return policy.half_to if is_cast else None
+        return policy.half_rows_to if is_cast else None
 
     def innermost_policy(self) -> tuple[Policy | None, bool]:
         """The innermost policy, ignoring regions of torch.autocast, and whether the user set it.
@@ -320,17 +320,17 @@ class CastState:
         """
         for call in reversed(thread_calls.stack):
             if call.sets_policy and call.kind != REGION:
-                policy = self.process_policy if call.policy is PROCESS_POLICY else call.policy
+                policy = self.process_policy if call.policy is FOLLOWS_PROCESS else call.policy
                 return policy, call.kind == USER_BLOCK
         return self.process_policy, False
 
-    def set_policy_args(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
+    def policy_arguments(self, policy: Policy | None) -> tuple[Policy | None, Sequence[str], bool]:
         """The arguments of `set_policy` for a managed forward that begins within other calls.
 
         The user's blocks of `disable_casts` and `precision` apply in the forward too.  Regions of
         torch.autocast around it do not, but an enabled region determines the half dtype.
         """
-        if thread_calls.policy is PROCESS_POLICY and policy is self.process_policy:
+        if thread_calls.policy is FOLLOWS_PROCESS and policy is self.process_policy:
             return INHERIT, (), False
         user_policy, by_user = self.innermost_policy()
         if by_user:
@@ -349,7 +349,7 @@ class CastState:
             return policy.with_half_dtype(region_dtype), devices, True
         # Dynamo's graph keeps the autocast region.  If its dtype differs from the policy's, only
         # the region casts.
-        return policy if region_dtype is policy.half_to else None, (), True
+        return policy if region_dtype is policy.half_rows_to else None, (), True
 
     def autocast_devices(self) -> Sequence[str]:
         """The device types on which torch's autocast is enabled; none while Dynamo traces.
@@ -365,7 +365,9 @@ class CastState:
         region only if the policy has the same half dtype.
         """
         policy = self.current_policy()
-        if policy is not None and (policy.half_to is not dtype or policy.condition is not None):
+        if policy is not None and (
+            policy.half_rows_to is not dtype or policy.condition is not None
+        ):
             policy = None
         self.enter_block(policy, REGION, _TRACED_REGION)
 
@@ -378,7 +380,7 @@ class CastState:
         if self.process_policy is not None:
             return True
         for call in thread_calls.stack:
-            if call.policy is not None and call.policy is not PROCESS_POLICY:
+            if call.policy is not None and call.policy is not FOLLOWS_PROCESS:
                 return True
         return False
 

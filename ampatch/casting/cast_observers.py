@@ -2,7 +2,7 @@
 
 While `observers` is not empty, every patched call runs through an `ObservedCall`, and the
 weight cache reports the half copies that it makes.  The code that adds an observer also calls
-`CastState.acquire_thread_policies`; without that call patched calls do not read `observers`.
+`CastState.acquire_thread_policies`; without that call, patched calls do not read `observers`.
 """
 
 from __future__ import annotations

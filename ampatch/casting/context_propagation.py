@@ -2,7 +2,7 @@
 
 *Custom autograd Functions*: each call makes a context (`ctx`), which keeps the policy for its
 backward.  The backward pass may run in another thread, after the forward's `with` block has ended,
-or after another session has opened with other rules.  At O2 the context also keeps the half copies
+or after another session has opened with other rules.  At O2, the context also keeps the half copies
 of the forward.  Code that calls modules again in the backward pass (reversible networks, adjoint
 solvers) computes with these copies, and may ask for their gradients.  The context drops the copies
 when autograd frees the graph's buffers.
@@ -48,10 +48,10 @@ _SWAPS = "_ampatch_swaps"
 _TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
 """Set if torch's autocast was enabled too: then `custom_bwd` restores torch's casts."""
 _NOT_SAVED = object()
-_NO_SWAPS: tuple[Sequence[Any], Any] = (), INHERIT
+_NO_SWAPS_OR_DTYPE: tuple[Sequence[Any], Any] = (), INHERIT
 
 
-def custom_functions(state: CastState) -> list[Patch]:
+def function_patches(state: CastState) -> list[Patch]:
     """The patches for custom autograd Functions."""
     return [
         (BackwardCFunction, "__init__", lambda original: _init_saving_policy(original, state)),
@@ -63,7 +63,7 @@ def custom_functions(state: CastState) -> list[Patch]:
     ]
 
 
-def checkpoints(state: CastState) -> list[Patch]:
+def checkpoint_patches(state: CastState) -> list[Patch]:
     """The patches for activation checkpoints."""
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
@@ -75,7 +75,7 @@ def checkpoints(state: CastState) -> list[Patch]:
     ]
 
 
-def replicas(state: CastState) -> list[Patch]:
+def replica_patches(state: CastState) -> list[Patch]:
     """The patches for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
@@ -88,7 +88,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
-        policy = state.current_policy_in_forwards() if may_cast else None  # saves two calls
+        policy = state.current_policy_in_forwards() if may_cast else None  # the `if` is for speed
         setattr(self, _POLICY, policy)
         if policy is not None and policy.condition is not None and devices_with_torch_autocast():
             setattr(self, _TORCH_CASTS_TOO, True)
@@ -104,7 +104,7 @@ def _init_saving_policy(original: Callable, state: CastState) -> Callable:
 def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
         policy = getattr(self, _POLICY, _NOT_SAVED)
-        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS)
+        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
         may_cast = state.process_policy is not None or state.has_thread_policies
         if policy is None and not (may_cast or swaps):
             return original(self, *args)
@@ -122,7 +122,7 @@ def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
             )
         finally:
             if swaps and not keeps_graph():
-                setattr(self, _SWAPS, _NO_SWAPS)
+                setattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
 
     return apply
 
@@ -166,7 +166,7 @@ def _save_thread_state(state: CastState) -> _ThreadState:
 
 
 def _under_current_policy(function: Callable, state: CastState) -> Callable:
-    """Return `function` under the policy that is active now; torch's autocast is not changed."""
+    """Have `function` run under the policy that is active now; torch's autocast is not changed."""
     thread_state = _save_thread_state(state)._replace(swaps=())
     return functools.partial(
         state.run_in_call, functools.partial(thread_state.enter, state), function
@@ -176,7 +176,7 @@ def _under_current_policy(function: Callable, state: CastState) -> Callable:
 def _recomputable(
     function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
-    """Return `function` under `thread_state` (default: the present), with its own half copies."""
+    """Have `function` run under `thread_state` (default: this thread's) with new half copies."""
     enter = functools.partial((thread_state or _save_thread_state(state)).enter_recompute, state)
     return functools.partial(state.run_in_call, enter, function)
 

@@ -27,9 +27,9 @@ _DTYPE_PHRASES = re.compile(
 )
 """Matches torch's messages about dtypes."""
 _NORM_PHRASE = "expect parameter to have scalar type of Float"
-"""Part of torch's message about a norm on the CPU of FP32 values with a half weight."""
+"""Part of torch's message about a CPU norm of FP32 values with a half weight."""
 _LISTS_SUPPORTED_DTYPES = re.compile(r"\bfloat,? (or |and )?double\b")
-"""Matches messages that list the supported dtypes, and may not name the arguments' dtypes."""
+"""Matches messages that list the supported dtypes.  Not all name the arguments' dtypes."""
 _INTEGER_FUNCTIONS = re.compile(r'"(bitwise|gcd|lcm|lshift|rshift)')
 """Matches messages of functions that have no FP32 kernel either."""
 _LIBRARIES = ("builtins", "collections", "torch", "numpy")
@@ -111,19 +111,19 @@ def _add_note(error: BaseException, text: str) -> None:
 def _half_tensors(error: BaseException, in_line: bool) -> str | None:
     """Describe the tensors of the innermost Python frame with a half tensor, or return None.
 
-    With `in_line` only the tensors in the failing line of the innermost frame count.
+    With `in_line`, only the tensors in the failing line of the innermost frame count.
     """
     text = None
     frames = list(_frames(error))
     for frame, line in frames[-1:] if in_line else frames:
         tensors = _tensors_of_frame(frame, line, in_line)
-        halves = [name for name, value in tensors.items() if value.dtype in HALF_DTYPES]
-        if halves:
+        half_names = [name for name, value in tensors.items() if value.dtype in HALF_DTYPES]
+        if half_names:
             named = "; ".join(f"{name} is {value.dtype}" for name, value in tensors.items())
             code = frame.f_code
             text = (
                 f"In {code.co_name} ({code.co_filename}:{line}): {named}. Cast one of them "
-                f"yourself, such as {halves[0]}.float(), or"
+                f"yourself, such as {half_names[0]}.float(), or"
             )
     return text
 
@@ -175,7 +175,7 @@ def _fp32_attributes(value: object) -> list[str]:
     if issubclass(cls, (nn.Module, Tensor, torch.optim.Optimizer)):
         return []
     attributes: dict[str, object] = {}
-    for base in cls.__mro__:  # by descriptors: the user's code could raise
+    for base in cls.__mro__:  # through descriptors: the user's code could raise
         for name, member in vars(base).items():
             if name == "__dict__" and type(member) is GetSetDescriptorType:
                 attributes.update(member.__get__(value))
@@ -187,7 +187,7 @@ def _fp32_attributes(value: object) -> list[str]:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The Python frames of an error outside ampatch, each with its line; the innermost last."""
+    """An error's Python frames outside ampatch, each with its line, the innermost last."""
     traceback = error.__traceback__
     while traceback is not None:
         if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _AMPATCH:
@@ -203,8 +203,8 @@ def _tensors_of_frame(frame: FrameType, line: int, in_line: bool) -> dict[str, T
     """The floating-point tensors that a frame's line names, or all of the frame's, by name.
 
     All of the frame's if none in the line is half, and `in_line` is False.  A line may name tensors
-    of modules, such as `self.weight`.  They are read from the modules' `__dict__`: the user's code
-    could raise.
+    of modules, such as `self.weight`.  They are read from the modules' `__dict__`, because the
+    user's code could raise.
     """
     variables = dict(frame.f_locals)
     members: dict[str, object] = {}

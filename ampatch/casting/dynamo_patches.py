@@ -1,12 +1,12 @@
 """What torch.compile needs while patches are installed: Dynamo's own tables of torch's functions.
 
-Dynamo fills these tables at their first use, by the names of functions.  If it fills them while the
+Dynamo fills these tables at their first use, from the names of functions.  If it does so while the
 patches are installed, they contain the replacements.  Then Dynamo would put a replacement into the
 graph without tracing its cast, and break the graph at the original, which no table contains.  The
 corrections here give Dynamo the original for each name.
 
 The tables are private to torch; tables that a version lacks are left out.  This module never
-imports Dynamo, which takes seconds: it corrects each module of Dynamo once that is imported.
+imports Dynamo, which takes seconds.  It corrects each module of Dynamo once that is imported.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _trace_regions(
 ) -> None:
     """Have Dynamo trace `CastState.enter_region` and `exit_region` with regions of torch.autocast.
 
-    Dynamo represents a region by a variable class, whose `enter` and `exit` are replaced.
+    Dynamo represents a region as a variable class, whose `enter` and `exit` are replaced.
     """
     variable = getattr(contexts, "AutocastModeVariable", None)
     if variable is None or not hasattr(variable, "enter") or not hasattr(variable, "exit"):
@@ -191,7 +191,7 @@ def opaque_call(function: Callable) -> Callable:
     """Wrap `function` so that Dynamo's graph has the wrapper as one call, and does not trace it.
 
     A graph's code calls torch's functions by name.  If it later ran under another policy than the
-    one of its trace, it would call a replacement, which casts by the new policy.
+    one of its trace, it would call a replacement, which casts under the new policy.
     """
 
     def opaque(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Half copies of FP32 weights: how they are made, and which a forward casts together.
+"""Half copies of FP32 weights: how they are made, and which weights a forward casts together.
 
 `cast_weights` makes them.  One autograd node casts many weights, with one batched copy in the
 forward and one in the backward.  Gradients reach `weight.grad` in FP32 through the weights' own
@@ -9,14 +9,14 @@ with them, so from the next forward on each weight has a node of its own.
 
 Weights are cast in buckets of bounded size (the idea is from DDP's buckets, arXiv
 2006.15704), as a forward begins: at O2 all weights, at O1 the weights that the last forward used
-(`weight_cache.WeightUseOrder`).  Autograd runs the newest of the ready nodes first.  The nodes of
+(`weight_cache.WeightUsage`).  Autograd runs the newest of the ready nodes first.  The nodes of
 the casts are older than the forward's nodes, so they would run at the very end of the pass, and all
 half gradients would stay in memory until then.  So they get a high sequence number, and each runs
 as soon as its gradients are complete (`torch_private/probes`).
 
-A node with an unused output calls the hooks of that weight with None.  So a weight that has hooks,
-or is in a module with backward hooks, has a node of its own.  In eval mode weights never share an
-autograd node: pruning libraries read the graph to find the weights of each layer.
+If an output of a node is not used, the hooks of its weight are called with None.  So a weight that
+has hooks, or is in a module with backward hooks, has a node of its own.  In eval mode, weights
+never share a node, because pruning libraries read the graph to find the weights of each layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..torch_private.probes import (
     is_distributed,
     is_traced_or_transformed,
     keep_torch_methods,
-    run_when_ready,
+    prioritize_node_of,
     running_ddp,
 )
 from ..torch_private.tensors import TENSOR_HOOKS_CAN_BE_SEEN, hooks_of
@@ -78,19 +78,19 @@ def cast_weights(
 ) -> Sequence[Tensor]:
     """Return copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
-    By default one autograd node makes all copies; it accepts sparse gradients.  With `own_nodes`
-    each copy has its own node, and a weight may be a subclass such as DTensor.  `in_one_storage` is
-    for the flattened weights of an RNN (`are_flat_weights`): their copies share one storage too.
+    By default, one autograd node makes all copies; it accepts sparse gradients.  With `own_nodes`,
+    each copy has its own node, and a weight may be a DTensor or of another subclass.  With
+    `in_one_storage`, for an RNN's flattened weights (`are_flat_weights`), the copies share one too.
 
-    Under `no_grad` there is no graph, but the copies require a gradient if their weights do:
-    `F.linear` computes the batch of a non-contiguous input as one product only if the weight
-    requires a gradient.  Else it copies the weight for each sample (15 ms instead of 1 ms).
+    Under `no_grad` there is no graph, but the copies require a gradient if their weights do.  Only
+    then does `F.linear` compute the batch of a non-contiguous input as one product.  Else it copies
+    the weight for each sample (15 ms instead of 1 ms).
     """
     if in_one_storage:
-        return _cast_weights(weights, dtype, False, _new_copies_in_one_storage)
+        return _cast_weights_in_python(weights, dtype, False, _new_copies_in_one_storage)
     if len(weights) == 1:
-        return _cast_weights(weights, dtype, own_nodes)
-    return _cast_many(weights, dtype, own_nodes)
+        return _cast_weights_in_python(weights, dtype, own_nodes)
+    return _cast_several(weights, dtype, own_nodes)
 
 
 def _new_copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -149,7 +149,7 @@ It is never called inside a transform.
 """
 
 
-def _cast_weights(
+def _cast_weights_in_python(
     weights: list[Tensor],
     dtype: torch.dtype,
     own_nodes: bool,
@@ -168,7 +168,7 @@ def _cast_weights(
         copies = make_copies(weights, dtype)
     if in_graph:
         for copy in copies if own_nodes else copies[:1]:
-            run_when_ready(copy)
+            prioritize_node_of(copy)
     elif not is_enabled:
         for weight, copy in zip(weights, copies, strict=True):
             copy.requires_grad = weight.requires_grad
@@ -179,7 +179,7 @@ def _cast_weights(
 
 
 class Buckets:
-    """The `weights` of `root`, `model` or a submodule of it, in buckets and in their order.
+    """The `weights` of `root` (`model` or a submodule of it), in their order, in buckets.
 
     All weights of a bucket are on one device.
     """
@@ -190,14 +190,14 @@ class Buckets:
         self._hook_dicts = [*GLOBAL_BACKWARD_HOOK_DICTS]
         for module in root.modules():
             self._hook_dicts += backward_hook_dicts(module)
-        self.buckets: list[list[Tensor]] = []
-        latest: dict[Any, list[Tensor]] = {}
+        self.lists: list[list[Tensor]] = []
+        open_bucket_of: dict[Any, list[Tensor]] = {}
         for weight in weights:
             key = device_and_stream(weight)
-            bucket = latest.get(key)
+            bucket = open_bucket_of.get(key)
             if bucket is None or not _has_room(bucket, weight):
-                bucket = latest[key] = []
-                self.buckets.append(bucket)
+                bucket = open_bucket_of[key] = []
+                self.lists.append(bucket)
             bucket.append(weight)
 
     def lists_to_cast(self) -> list[list[Tensor]]:
@@ -207,13 +207,13 @@ class Buckets:
         node of its own.
         """
         if not torch.is_grad_enabled():  # without a graph no hook runs
-            return self.buckets
+            return self.lists
         may_share = (
-            HOOKS_CAN_BE_SEEN and self._model.training and may_share_across_bucket(self._model)
+            HOOKS_CAN_BE_SEEN and self._model.training and ranks_allow_shared_nodes(self._model)
         )
-        hooked = ids_under_hooks(self._root) if may_share and any(self._hook_dicts) else ()
+        hooked = ids_under_backward_hooks(self._root) if may_share and any(self._hook_dicts) else ()
         lists = []
-        for bucket in self.buckets:
+        for bucket in self.lists:
             if may_share and not hooked and all_may_share_node(bucket[0], bucket):
                 lists.append(bucket)
                 continue
@@ -262,17 +262,17 @@ def may_share_node(weight: Tensor) -> bool:
     )
 
 
-def wants_only_some(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
+def are_partly_wanted(weights: Iterable[Tensor], wanted: Collection[int]) -> bool:
     """Whether some of the weights that require a gradient are `wanted` (ids), and some are not."""
     are_wanted = {id(weight) in wanted for weight in weights if weight.requires_grad}
     return len(are_wanted) == 2
 
 
-def ids_under_hooks(root: nn.Module) -> set[int]:
+def ids_under_backward_hooks(root: nn.Module) -> set[int]:
     """Ids of the weights of modules that have backward hooks, and of their submodules.
 
-    Such a hook runs when the gradients of its module are complete.  With a shared node it would run
-    later: when the gradients of the whole bucket are complete.
+    Such a hook runs when the gradients of its module are complete.  With a shared node, it would
+    run later, when the gradients of the whole bucket are complete.
     """
     hooks_all = any(GLOBAL_BACKWARD_HOOK_DICTS)
     return {
@@ -283,7 +283,7 @@ def ids_under_hooks(root: nn.Module) -> set[int]:
     }
 
 
-def may_share_across_bucket(model: nn.Module) -> bool:
+def ranks_allow_shared_nodes(model: nn.Module) -> bool:
     """Whether the weights of a bucket may share a node.
 
     A shared node makes autograd count all weights of a bucket as used if the forward uses one.
@@ -296,6 +296,6 @@ def may_share_across_bucket(model: nn.Module) -> bool:
     return ddp is not None and not ddp.find_unused_parameters
 
 
-_cast_many = _cast_weights
+_cast_several = _cast_weights_in_python
 if native.part is not None:
-    _cast_many, all_may_share_node = native.part.cast_weights, native.part.all_may_share_node
+    _cast_several, all_may_share_node = native.part.cast_weights, native.part.all_may_share_node

@@ -88,8 +88,8 @@ class _Search:
     """Searches a pair of functions in all objects to which a function, class or instance refers.
 
     An object may be the stand-in for a package that is not installed, of which every attribute
-    raises.  So the search reads the types of values, and containers by the methods of Python's own
-    classes: no code of the user's runs.
+    raises.  So the search runs no code of the user's: it reads the types of values, and containers
+    with the methods of Python's own classes.
 
     `containers` have the original, and can take the replacement too; `has_original`: another object
     has the original.  `patched_containers` have the replacement; `has_patched`: any object has it.
@@ -172,7 +172,7 @@ class _Search:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function inside its decorators, by `__wrapped__`."""
+    """Return the function inside its decorators, which `__wrapped__` leads to."""
     for _ in range(_MAX_ITEMS):
         if type(function) is not FunctionType or "__wrapped__" not in vars(function):
             break

@@ -1,4 +1,4 @@
-"""Calls that handlers see: `__torch_function__` of classes, TorchFunctionModes.
+"""Calls that handlers see.  A handler is the `__torch_function__` of a class or a mode.
 
 A handler compares the function that it is called with to torch's functions, and looks it up in
 dicts and sets.  While `torch.nn.functional.linear` is a replacement, the handler gets the
@@ -135,7 +135,7 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 def refill_override_caches(patches: PatchSet) -> None:
-    """Replace torch's caches of overridable functions by empty ones until `patches.undo`.
+    """Replace torch's caches of overridable functions with empty ones until `patches.undo`.
 
     torch fills each cache once.  A cache from before the patches lacks the replacements.  A cache
     that torch fills while the patches are installed would keep the replacements forever.

@@ -1,4 +1,4 @@
-"""Installs the patches: for each row of the op tables a replacement that follows the row's rule.
+"""Installs the patches: for each row of the op tables, a replacement that follows the row's rule.
 
 The patches are installed once, when the first session that needs them opens, and undone when the
 last such session closes.  Sessions differ in their policies, not in what is patched.  Functions
@@ -31,9 +31,9 @@ from .rules import (
     CHOOSERS,
     ChooseDtype,
     banned,
+    banned_in_place,
     choose_float,
     no_rule,
-    refused,
     with_overrides,
 )
 from .tables import (
@@ -56,7 +56,9 @@ class Installation:
     def __init__(self, state: CastState, get_state: Callable[[], CastState]) -> None:
         self.has_every_level_rows = False  # whether the rows of EVERY_LEVEL are installed
         self.has_cast_tables = False  # whether the rows of all op tables are installed
-        self.overridden: dict[Any, bool] = {}
+        # By overridden function: whether it runs in FP32 internally, because a session without cast
+        # tables (O2, O3) overrides it.
+        self.overridden_functions: dict[Any, bool] = {}
         self._state = state
         self._get_state = get_state
         self._patches = PatchSet()
@@ -64,16 +66,15 @@ class Installation:
         self.autocast = AutocastInterop(state)
         self._dynamo = DynamoPatches(self._patches, self.replacements.original_of, get_state)
 
-    def install(self, with_tables: bool, overridden: dict[Any, bool]) -> None:
+    def install(self, with_tables: bool, overridden_functions: dict[Any, bool]) -> None:
         """Install the rows of all op tables, or, without `with_tables`, of `EVERY_LEVEL` only.
 
-        `overridden` maps the functions of torch that policies override to whether they compute in
-        FP32 at every level.  On an exception all patches are undone.
+        `overridden_functions` is the attribute's new value.  An exception undoes all patches.
         """
-        self.has_every_level_rows, self.has_cast_tables, self.overridden = (
+        self.has_every_level_rows, self.has_cast_tables, self.overridden_functions = (
             True,
             with_tables,
-            overridden,
+            overridden_functions,
         )
         try:
             self._dynamo.correct_from_now()
@@ -85,7 +86,7 @@ class Installation:
                 ]
             for where, name in _TABLES | _AT_EVERY_LEVEL if with_tables else _AT_EVERY_LEVEL:
                 self._replace_if_exists(where, name, self._maker_for_rows(where, name), shared=True)
-            for owner, name in places_of(overridden) if overridden else ():
+            for owner, name in places_of(overridden_functions) if overridden_functions else ():
                 self.replacements.replace(owner, name, self._maker_for_rule(no_rule), shared=True)
             for where, name, make in special:
                 self._replace_if_exists(where, name, make)
@@ -102,14 +103,14 @@ class Installation:
     ) -> dict[Any, ChooseDtype]:
         """The rules of functions that only apex's tables have, for `Policy.functions`.
 
-        `edits`: `(where, name, rule)` that replace rules of rows; a rule None means no cast.
+        `edits`: `(where, name, rule)` that replace rules of rows; None as the rule means no cast.
         """
         rules: dict[tuple[str, str], ChooseDtype] = {}
         for row in APEX:
             for name in row.names:
                 is_float = row.rule is Rule.FLOAT
                 rules[row.where, name] = (
-                    choose_float if is_float else refused(_half_argument_message(row, name))
+                    choose_float if is_float else banned_in_place(_half_argument_message(row, name))
                 )
         for where, name, rule in edits:
             rules[where, name] = no_rule if rule is None else CHOOSERS[rule]
@@ -126,7 +127,7 @@ class Installation:
         self._patches.undo()
         self.replacements.restore_bindings()
         self.has_every_level_rows = self.has_cast_tables = False
-        self.overridden = {}
+        self.overridden_functions = {}
 
     def patch_user_function(self, owner: Any, name: str, rule: Rule) -> None:
         """Patch a function, method or autograd Function class that the user registered."""
@@ -146,7 +147,7 @@ class Installation:
             def make(raw: Any) -> Callable:
                 if owner in map(resolve, NAMESPACES):
                     return replacement(
-                        raw, choose, self._state, casts_nothing_inside=lambda policy: True
+                        raw, choose, self._state, disables_casts_inside=lambda policy: True
                     )
                 return user_functions.user_function(raw, choose, get_state)
 
@@ -160,7 +161,7 @@ class Installation:
             self.replacements.replace(resolve(where), name, make, shared)
 
     def _maker_for_rows(self, where: str, name: str) -> MakeReplacement:
-        """Return the `make(original)` for `where.name`, by all rows that name it."""
+        """Return the `make(original)` for `where.name`, according to all rows that name it."""
         row = _TABLES.get((where, name))
         at_every_level = _AT_EVERY_LEVEL.get((where, name))
         choose: ChooseDtype = no_rule
@@ -168,13 +169,13 @@ class Installation:
             choose = banned(_half_argument_message(row, name))
         elif row is not None:
             choose = (BEYOND_CHOOSERS if row in BEYOND else CHOOSERS)[row.rule]
-        run_in_fp32 = at_every_level and special_ops.make_run_in_fp32(
+        call_original = at_every_level and special_ops.make_call_in_fp32(
             at_every_level, name, self._state
         )
-        return self._maker_for_rule(choose, run_in_fp32, name if row in BLACKLIST else "")
+        return self._maker_for_rule(choose, call_original, name if row in BLACKLIST else "")
 
     def _maker_for_rule(
-        self, choose: ChooseDtype, run_in_fp32: Callable | None = None, name: str = ""
+        self, choose: ChooseDtype, call_original: Callable | None = None, name: str = ""
     ) -> MakeReplacement:
         """Return the `make(original)` of a replacement.
 
@@ -183,14 +184,14 @@ class Installation:
 
         def make(original: Any) -> Callable:
             function = self.replacements.original_of(original)
-            run = run_in_fp32
-            casts_nothing_inside = None
-            if self.overridden.get(function):
-                run = special_ops.make_run_in_fp32(special_ops.OVERRIDE_ROW, "", self._state)
-            rule, run = special_ops.with_fp32_kernels(name, choose, run)
-            if function in self.overridden:
-                rule, casts_nothing_inside = with_overrides(function, rule)
-            return replacement(original, rule, self._state, run, casts_nothing_inside)
+            call = call_original
+            disables_casts_inside = None
+            if self.overridden_functions.get(function):
+                call = special_ops.make_call_in_fp32(special_ops.OVERRIDE_ROW, "", self._state)
+            rule, call = special_ops.with_fp32_kernels(name, choose, call)
+            if function in self.overridden_functions:
+                rule, disables_casts_inside = with_overrides(function, rule)
+            return replacement(original, rule, self._state, call, disables_casts_inside)
 
         return make
 

@@ -1,7 +1,7 @@
 """Under `ampatch run --auto`, outermost modules that have parameters are run with casts.
 
-Such a script never says which module is its model.  Outside of modules it computes data, labels and
-metrics, which are not cast: `OutermostForwards.condition` decides which calls there are cast.
+Such a script never says which module is its model.  Outside of modules, it computes data, labels
+and metrics, which are not cast, and losses, which are: `OutermostForwards.condition` decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_NODES = 1000
 
 
 class OutermostForwards:
-    """Runs outermost forwards under `policy`.  `has_cast`: whether any call was to be cast yet."""
+    """Runs outermost forwards under `policy`.  `has_cast`: whether it has decided to cast."""
 
     def __init__(self, policy: Policy, state: CastState) -> None:
         self._policy = policy

@@ -10,7 +10,7 @@ Three rules keep `undo` exact:
 * An inherited name is deleted, not set: of the 696 callables on `torch.Tensor` only 64 are its own,
   and an attribute with the inherited value would hide later changes of the base class.
 * An attribute that other code has replaced since then is left alone.  If that code restores the
-  replacement later, as a mock does at its end, the replacement stays: without a policy it calls
+  replacement later, as a mock does at its end, the replacement stays.  Without a policy, it calls
   the original.
 """
 
@@ -50,7 +50,7 @@ class PatchSet:
         return len(self._entries)
 
     def replace(self, owner: Any, name: str, make: MakeReplacement) -> Any:
-        """Replace `owner.name` by `make(original)` and return the original.
+        """Replace `owner.name` with `make(original)`, and return the original.
 
         A special method that a class lacks is added; its original is `_NO_ORIGINAL`.  Raises
         `AttributeError` for any other name that `owner` lacks.

@@ -7,8 +7,8 @@ find the replacements.
 While the patches are installed, a global that a user's module bound before
 (`from torch.nn.functional import linear`) is bound to the replacement.  When the patches are
 undone, it is bound to the original again, as is a global that was bound while they were installed.
-Only globals of modules are searched, and only in the modules' `__dict__`: some modules import
-others if an attribute is read.
+Only globals of modules are searched, and only in the modules' `__dict__`, because some modules
+import others if an attribute is read.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Replacements:
         return self._by_original.get(id(original))
 
     def replace(self, owner: Any, name: str, make: MakeReplacement, shared: bool = False) -> None:
-        """Replace `owner.name` by `make(original)`.
+        """Replace `owner.name` with `make(original)`.
 
         `shared`: a function with a replacement under another name gets the same replacement.
         """
@@ -159,7 +159,7 @@ class Replacements:
 
 
 def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) -> None:
-    """Name a replacement after its place: pickle stores functions by this name."""
+    """Name a replacement after its place, because pickle stores functions by this name."""
     if inspect.isfunction(original):  # not builtins: TorchScript reads the source of `__wrapped__`
         functools.update_wrapper(replacement, original)
         return
@@ -179,7 +179,7 @@ def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     wanted = frozenset(functions)
     bindings = []
     for namespace in _namespaces() if wanted else ():
-        # True for few of thousands of modules.  All in C: no other thread can import meanwhile.
+        # True for few of thousands of modules.  All in C, so no other thread imports meanwhile.
         if not wanted.isdisjoint(map(id, namespace.values())):
             bindings += [
                 (namespace, name, value)
@@ -205,7 +205,7 @@ def bind_originals(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Bind each global that is still a replacement to its original.
 
     `pairs`: (replacement, original).  To be called after the patches are undone.  Containers,
-    classes and functions that hold a replacement keep it: without a policy it calls the original.
+    classes and functions that hold a replacement keep it.  Without a policy, it calls the original.
     """
     pairs = list(pairs)  # keeps the ids from being reused
     originals = {id(replacement): original for replacement, original in pairs}

@@ -1,4 +1,4 @@
-"""Policies: to which dtypes and on which devices calls are cast.  `with` blocks under a policy.
+"""Policies, which say to which dtypes and on which devices calls are cast, and their `with` blocks.
 
 A policy belongs to a thread, as torch's grad mode does.  While a generator or a task is suspended
 inside a `with` block, other code of the thread runs under that block too.
@@ -25,41 +25,41 @@ Condition = Callable[[tuple, dict], bool]
 class Policy:
     """What the rules mean while this policy is active.
 
-    * `half_to`, `float_to`: the dtypes that HALF and FLOAT rows cast to.  `precision("float")` sets
-      both to FP32.
+    * `half_rows_to`, `float_rows_to`: the dtypes that HALF and FLOAT rows cast to.
+      `precision("float")` sets both to FP32.
     * `devices`: the device types whose tensors are cast; None means all.
-    * `condition(args, kwargs)`: whether the rules apply to a call; None means to all calls.
+    * `condition(args, kwargs)` returns whether the rules apply to a call; if None, they always do.
     * `functions`: by function of torch, the `ChooseDtype` (`rules`) that replaces its row's rule.
-    * `half_dtype`: the half dtype of the session, also where `precision("float")` sets `half_to` to
-      FP32.
+    * `half_dtype`: the half dtype of the session, also where `precision("float")` sets
+      `half_rows_to` to FP32.
     * `in_forwards`: None for most policies.  Otherwise this policy casts nothing in backward
       passes, and `in_forwards` is the policy of forwards and of their recomputations.
     * `attention_in_graphs`: see `special_ops.opaque_attention`.
     """
 
-    half_to: torch.dtype
-    float_to: torch.dtype = torch.float32
+    half_rows_to: torch.dtype
+    float_rows_to: torch.dtype = torch.float32
     devices: set[str] | None = None
     condition: Condition | None = None
     functions: Mapping[Any, Callable] = dataclasses.field(default_factory=dict)
     allow_banned: bool = True
-    half_dtype: torch.dtype = None  # type: ignore[assignment]  # None becomes `half_to`
+    half_dtype: torch.dtype = None  # type: ignore[assignment]  # None becomes `half_rows_to`
     in_forwards: Policy | None = None
     attention_in_graphs: Callable[..., Any] | None = None
     cache: WeightCache = dataclasses.field(default_factory=WeightCache)
 
     def __post_init__(self) -> None:
         if self.half_dtype is None:
-            self.half_dtype = self.half_to
+            self.half_dtype = self.half_rows_to
 
     def with_half_dtype(self, dtype: torch.dtype) -> Policy:
-        """This policy with another half dtype, and with a cache that no forward opens."""
-        if dtype is self.half_to:
+        """This policy with another half dtype, and with a cache of its own."""
+        if dtype is self.half_rows_to:
             return self
         return dataclasses.replace(
             self,
-            half_to=dtype,
-            float_to=torch.float32,
+            half_rows_to=dtype,
+            float_rows_to=torch.float32,
             half_dtype=dtype,
             attention_in_graphs=None,
             cache=WeightCache(),
@@ -70,11 +70,11 @@ class Policy:
         return self.devices is None or device in self.devices
 
     def casting_all_to(self, dtype: torch.dtype) -> Policy:
-        """This policy with every rule casting to `dtype`, and a cache that no forward opens."""
+        """This policy with every rule casting to `dtype`, and with a cache of its own."""
         return dataclasses.replace(
             self,
-            half_to=dtype,
-            float_to=dtype,
+            half_rows_to=dtype,
+            float_rows_to=dtype,
             condition=None,
             functions={},
             in_forwards=None,

@@ -30,7 +30,7 @@ from .policy import Policy
 from .tables import Rule
 
 ChooseDtype = Callable[[tuple, dict, Policy], "torch.dtype | None"]
-"""Returns the dtype to which the tensors of a call `(args, kwargs)` are cast; None: no cast."""
+"""Returns the dtype to which the tensors of a call `(args, kwargs)` are cast; None for no cast."""
 
 PLAIN_TENSOR_TYPES = frozenset((Tensor, Parameter))
 NON_TENSOR_TYPES = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
@@ -135,7 +135,7 @@ def cast_arguments(args: Any, kwargs: dict, to: torch.dtype, policy: Policy) -> 
 
 
 def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
-    """A tensor's dtype and device type, read without `__torch_function__`: not the user's read."""
+    """A tensor's dtype and device type, read without a call of its `__torch_function__`."""
     if type(value) not in PLAIN_TENSOR_TYPES and has_handler(value):
         with no_torch_function():
             return value.dtype, value.device.type
@@ -177,11 +177,11 @@ def _widest_and_mixed(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.
 
 
 def choose_half(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    return policy.half_to
+    return policy.half_rows_to
 
 
 def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `torch._VF.einsum(equation, operands)`, by the sums and products in the equation."""
+    """For `torch._VF.einsum(equation, operands)`: see `_chooser_for_equation`."""
     equation = args[0] if args else kwargs["equation"]
     choose = _chooser_for_equation.__wrapped__ if is_dynamo_compiling() else _chooser_for_equation
     return choose(equation)(args, kwargs, policy)
@@ -189,6 +189,7 @@ def _contraction(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | Non
 
 @functools.lru_cache(maxsize=1024)
 def _chooser_for_equation(equation: str) -> ChooseDtype:
+    """HALF if each operand shares a summed index, FLOAT for other sums, else the widest dtype."""
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     operands = [set(labels) for labels in inputs.split(",")]
     kept = set(output) if arrow else {"."} | {label for label in inputs if inputs.count(label) == 1}
@@ -203,14 +204,14 @@ def _chooser_for_equation(equation: str) -> ChooseDtype:
 def _power(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     """For `matrix_power(A, n)`: half for n > 1.
 
-    A negative n needs an inverse, which has no half kernel.  For 0 and 1 nothing is multiplied.
+    A negative n needs an inverse, which has no half kernel.  For 0 and 1, nothing is multiplied.
     """
     n = args[1] if len(args) > 1 else kwargs.get("n", 1)
-    return None if n in (0, 1) else policy.half_to if n > 1 else torch.float32
+    return None if n in (0, 1) else policy.half_rows_to if n > 1 else torch.float32
 
 
 def choose_float(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    return policy.float_to
+    return policy.float_rows_to
 
 
 def _float_on_cpu(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -228,14 +229,14 @@ def _float_on_cpu_unless_sparse(args: tuple, kwargs: dict, policy: Policy) -> to
 
 
 def _float_on_cpu_if_vector(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `index_select`, `index_add` and `repeat_interleave`: by the input's number of dims."""
+    """For `index_select`, `index_add` and `repeat_interleave` of an input with at most one dim."""
     value = first_argument(args, kwargs)
     is_vector = isinstance(value, Tensor) and value.dim() < 2
     return _float_on_cpu(args, kwargs, policy) if is_vector else None
 
 
 def _float_on_cpu_if_adding(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
-    """For `put` and `index_put` with `accumulate=True`, and `pad` with `mode="replicate"`."""
+    """For `put`, `index_put` and the gradient of `pad`, where an element may get many addends."""
     for arg in (*args, *kwargs.values()):
         if arg is True or (type(arg) is str and arg == "replicate"):
             return _float_on_cpu(args, kwargs, policy)
@@ -254,7 +255,7 @@ def _float_on_cpu_if_half_weight(args: tuple, kwargs: dict, policy: Policy) -> t
     return _float_on_cpu(args, kwargs, policy)
 
 
-_MAX_ADDENDS_IN_HALF = 16  # so many half values sum with an error of a few roundings
+_MAX_ADDENDS_IN_HALF = 16  # the sum of that many half values is off by few roundings
 _MAX_WINDOW_ELEMENTS = 65_504  # the largest float16: some kernels count a window's elements in it
 
 
@@ -298,7 +299,7 @@ def _float32(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
 def _float_unless_dtype(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
     if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
         return None
-    return policy.float_to
+    return policy.float_rows_to
 
 
 def _like_first(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -331,7 +332,7 @@ def with_overrides(
 def banned(message: str) -> ChooseDtype:
     """The rule BANNED: a call with half arguments raises `message`.
 
-    With `allow_banned` it runs in FP32 and `message` is logged once.
+    With `allow_banned`, it runs in FP32, and `message` is logged once.
     """
     warned: list[str] = []
 
@@ -345,12 +346,12 @@ def banned(message: str) -> ChooseDtype:
             logger.warning(
                 "%s It runs in FP32; pass allow_banned=False to have it refused.", message
             )
-        return policy.float_to
+        return policy.float_rows_to
 
     return choose
 
 
-def refused(message: str) -> ChooseDtype:
+def banned_in_place(message: str) -> ChooseDtype:
     """The rule REFUSE_IN_PLACE: a call whose first argument is half raises `message`."""
 
     def choose(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
@@ -388,4 +389,5 @@ CHOOSERS: dict[Rule, ChooseDtype] = {
     Rule.LIKE_FIRST: _like_first,
 }
 BEYOND_CHOOSERS = {**CHOOSERS, Rule.FLOAT: _float32}
+"""For the rows of `BEYOND`: their FLOAT is FP32 even under `precision("half")`."""
 OVERRIDES: dict[str, ChooseDtype] = {"float": _float32, "half": choose_half}

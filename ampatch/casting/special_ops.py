@@ -1,7 +1,7 @@
 """Functions of torch that need more than a cast, and so cannot be rows of a table.
 
-Most functions here return a replacement or a part of one, or a list of `(where, name, make)`, by
-which `install.py` replaces `where.name` by `make(original)`.
+Most functions here return a replacement or a part of one.  Others return a list of
+`(where, name, make)`: `install.py` replaces `where.name` with `make(original)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..config.opt_levels import HALF_DTYPES
 from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
 from ..torch_private.probes import is_traced_or_transformed, is_tracing
 from .arguments import tensors_in
-from .calls import PROCESS_POLICY, Call, CastState, thread_calls
+from .calls import FOLLOWS_PROCESS, Call, CastState, thread_calls
 from .cast_observers import observers
 from .dynamo_patches import opaque_call
 from .handlers import without_torch_function_modes_if_any
@@ -43,19 +43,19 @@ LARGE_WEIGHT = 2**14
 """For weights of this many elements or more, converting the half copy takes longer than searching
 for its FP32 weight."""
 
-_ANY_DEVICE_FP32 = Policy(half_to=torch.float32)  # casts on all devices, and only to FP32
+_ANY_DEVICE_FP32 = Policy(half_rows_to=torch.float32)  # casts on all devices, and only to FP32
 
 OVERRIDE_ROW = Row("", (), Rule.FLOAT_UNLESS_DTYPE, "Named in overrides= at O2 or O3.")
-"""The row of a function that `overrides` names, for `make_run_in_fp32`, at O2 and O3."""
+"""For `make_call_in_fp32`: the row of a function that `overrides` names at O2 or O3."""
 
 
-def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
-    """Return the `run_in_fp32` argument of `wrapper.replacement` for a row of EVERY_LEVEL.
+def make_call_in_fp32(row: Row, name: str, state: CastState) -> Callable:
+    """Return the `call_original` argument of `wrapper.replacement` for a row of EVERY_LEVEL.
 
     PyTorch computes such a function wrongly in half.  The row says which calls run in FP32
-    internally.  The result has the dtype that PyTorch gives it; an in-place call writes it into its
-    first argument.  If an argument is a half copy in the slot of a weight, the call reads the FP32
-    weight instead.
+    internally.  The result has the dtype that PyTorch gives it.  An in-place call writes the result
+    into its first argument.  Instead of a half copy in the slot of a weight, the call reads the
+    FP32 weight.
     """
     choose = CHOOSERS[row.rule]
     is_for_all_devices = row.rule in (Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE)
@@ -63,7 +63,7 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
     # The result of a norm has the dtype of the input, even if the statistics are FP32.
     is_norm = row.rule is Rule.FLOAT_ON_CPU_IF_HALF_WEIGHT
 
-    def run_in_fp32(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call_original(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         first_half = None
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
@@ -100,7 +100,7 @@ def make_run_in_fp32(row: Row, name: str, state: CastState) -> Callable:
             return state.fp32_weight_of(value) if value.numel() >= LARGE_WEIGHT else value
         return value
 
-    return run_in_fp32
+    return call_original
 
 
 def _first_half_in(values: Sequence) -> Tensor | None:
@@ -113,9 +113,9 @@ def _first_half_in(values: Sequence) -> Tensor | None:
 def _needs_grad(args: tuple, kwargs: dict) -> bool:
     """Whether autograd may need this call for a backward pass.
 
-    In a trace or a transform always True, because `requires_grad` is no evidence there.  Under
-    `no_grad` True only in a jit trace: `torch.jit.trace` runs the traced function again under
-    `no_grad` and compares the results.
+    Always True in a trace or a transform, because `requires_grad` is no evidence there.  Under
+    `no_grad`, True only in a jit trace, because `torch.jit.trace` runs the traced function again
+    under `no_grad` and compares the results.
     """
     if not torch.is_grad_enabled():
         return not is_dynamo_compiling() and is_tracing()
@@ -126,15 +126,15 @@ def _needs_grad(args: tuple, kwargs: dict) -> bool:
 
 
 def with_fp32_kernels(
-    name: str, choose: ChooseDtype, run_in_fp32: Callable | None
+    name: str, choose: ChooseDtype, call_original: Callable | None
 ) -> tuple[ChooseDtype, Callable | None]:
     """Let the function `name` use a kernel that reads half tensors and computes in FP32.
 
-    Accelerators have such kernels for some functions; then no FP32 copy is made.  Takes and returns
-    the `choose` and the `run_in_fp32` of `wrapper.replacement`.
+    Accelerators have such kernels for some functions.  Then no FP32 copy is made.  Takes and
+    returns the `choose` and the `call_original` of `wrapper.replacement`.
     """
     if name not in _FP32_KERNELS:
-        return choose, run_in_fp32
+        return choose, call_original
     can_compute, compute = _FP32_KERNELS[name]
 
     def has_kernel(args: tuple, kwargs: dict, policy: Policy) -> bool:
@@ -145,7 +145,7 @@ def with_fp32_kernels(
             and not value.is_cpu
             and not is_dynamo_compiling()  # a compiler fuses the cast
             and value.layout is torch.strided
-            and policy.float_to is torch.float32
+            and policy.float_rows_to is torch.float32
             and policy.casts_on_device(value.device.type)
             and can_compute(*args, **kwargs)
         )
@@ -153,21 +153,22 @@ def with_fp32_kernels(
     def choose_without_kernel(args: tuple, kwargs: dict, policy: Policy) -> torch.dtype | None:
         return None if has_kernel(args, kwargs, policy) else choose(args, kwargs, policy)
 
-    def run(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call_kernel(policy: Policy | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
         if policy is not None and has_kernel(args, kwargs, policy):
             return compute(function, *args, **kwargs)
-        if run_in_fp32 is None:
+        if call_original is None:
             return function(*args, **kwargs)
-        return run_in_fp32(policy, function, *args, **kwargs)
+        return call_original(policy, function, *args, **kwargs)
 
-    return choose_without_kernel, run
+    return choose_without_kernel, call_kernel
 
 
-def _allows_fp32_dtype(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+def _takes_dtype_argument(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> bool:
+    """Whether the call gives no dtype, so that one can be added.  A None by position may be one."""
     return dtype is None and not any(arg is None or type(arg) is torch.dtype for arg in args)
 
 
-def _call_in_fp32(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _call_with_fp32_dtype(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **{**kwargs, "dtype": torch.float32})
 
 
@@ -191,13 +192,13 @@ def _cross_entropy_of_indices(_: Callable, input: Tensor, target: Tensor, *other
 # is computed in half (cumsum).
 _WITH_DTYPE_ARGUMENT = ("log_softmax", "softmax", "sum", "vector_norm")
 _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compute, compute)
-    **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_allows_fp32_dtype, _call_in_fp32)),
+    **dict.fromkeys(_WITH_DTYPE_ARGUMENT, (_takes_dtype_argument, _call_with_fp32_dtype)),
     "cross_entropy_loss": (_has_class_indices, _cross_entropy_of_indices),
 }
 
 
 def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
-    """Patches of functions of torch's modules that check dtypes or autocast by themselves."""
+    """Patches of functions of torch's modules that check dtypes or autocast themselves."""
     return [
         ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
         (
@@ -238,8 +239,8 @@ def _fast_path(original: Callable, state: CastState) -> Callable:
     kernel.  A fused kernel is one call, so no row would cast the functions inside it.  Where calls
     are cast, the replacement therefore returns False, as torch does under autocast.  If the policy
     has a condition, the replacement applies the condition to the tensors in its caller's Python
-    frame and to the module's parameters.  Under Dynamo the caller's frame is not available, and the
-    original may not be called.
+    frame and to the module's parameters.  Under Dynamo, neither the caller's frame nor the original
+    is used: under any policy, the replacement returns False.
     """
 
     def get_fastpath_enabled() -> bool:
@@ -290,7 +291,7 @@ def opaque_attention(original: Callable, state: CastState) -> Callable:
             policy = thread_calls.policy
             if policy is None:
                 attention = without_casts
-            elif policy is not PROCESS_POLICY and policy.attention_in_graphs is not None:
+            elif policy is not FOLLOWS_PROCESS and policy.attention_in_graphs is not None:
                 attention = policy.attention_in_graphs
         return attention(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""How the user's functions follow a rule: plain functions, methods, autograd Functions.
+"""How the user's plain functions, methods and autograd Functions follow a rule.
 
 `function_class_replacements` returns the methods to replace in an autograd Function class.  A
 decorator replaces them permanently, `install.py` until the patches are undone.

@@ -1,7 +1,7 @@
 """Half copies of FP32 weights, fresh for every outermost forward.
 
 A weight that several calls use within a forward is cast once: as the forward begins, if the last
-forward used it (`WeightUseOrder`), else at its first use, by itself.  The copies belong to that
+forward used it (`WeightUsage`), else at its first use, alone.  The copies belong to that
 forward and its graph.  No code writes into them.  No later forward uses them, because a `.data`
 write (an EMA swap) and fused optimizers change weights without bumping `_version`.  The calls of a
 thread hold the copies (`calls.thread_calls`), so forwards in other threads have copies of their
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -23,7 +23,7 @@ from ..torch_private.modules import share_storage
 from ..torch_private.probes import is_traced_or_transformed
 from .calls import Call, thread_calls
 from .cast_observers import observers, report_copies
-from .half_copies import Buckets, cast_weights, may_share_node, wants_only_some
+from .half_copies import Buckets, are_partly_wanted, cast_weights, may_share_node
 
 HalfCopiesById = dict[int, tuple[Tensor, int]]
 """Half copies, each with the version of its weight, by the weight's id."""
@@ -38,7 +38,14 @@ class CacheInfo:
     entries: int = 0
 
 
-class WeightUseOrder:
+class LastUse(NamedTuple):
+    """The weights that a forward used: their ids, and buckets of those that may share a node."""
+
+    ids: list[int]
+    buckets: Buckets
+
+
+class WeightUsage:
     """The weights whose copies in `dtype` the model's last forward used, in order of use.
 
     The next forward casts them in advance.  A weight whose dtype or device has changed since then
@@ -48,9 +55,8 @@ class WeightUseOrder:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._model = model
-        # Ids of the weights that the last forward used, and buckets of the weights among them that
-        # may share a node.  One assignment changes both: several threads may run the model.
-        self.last_used: tuple[list[int], Buckets] = [], Buckets((), model, model)
+        # One assignment changes both fields, because several threads may run the model.
+        self.last_use = LastUse([], Buckets((), model, model))
         self._ids: set[int] = set()  # ids of all weights that the model's forwards have used
         self.wants_own_nodes = False  # whether the next forward makes a node for each weight
         self.has_own_nodes = False  # whether the last forward made a node for each weight
@@ -58,28 +64,28 @@ class WeightUseOrder:
     def record(self, used: dict[int, Tensor]) -> None:
         """Record the weights, by id, whose copies a forward has used, in this order."""
         ids = list(used)
-        if ids != self.last_used[0]:
+        if ids != self.last_use.ids:
             weights = filter(may_share_node, used.values())
-            self.last_used = ids, Buckets(weights, self._model, self._model)
+            self.last_use = LastUse(ids, Buckets(weights, self._model, self._model))
             self._ids = self._ids.union(ids)
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
         """Record that the script asks for the gradients of these weights (ids).
 
         If they are some but not all of the weights that forwards use, the next forward makes one
-        node per weight.  Returns True if an existing graph may still cast one of them in a node
-        with other weights.
+        node per weight.  Returns True if, in a graph that exists already, one of them may share its
+        cast node with other weights.
         """
         if self.has_own_nodes or self._ids.isdisjoint(wanted):
             return False
         used = [weight for weight in self._model.parameters() if id(weight) in self._ids]
-        only_some = wants_only_some(used, wanted)
+        only_some = are_partly_wanted(used, wanted)
         self.wants_own_nodes |= only_some
         return only_some
 
 
 class ForwardCopies:
-    """The half copies of one forward, by grad mode and `requires_grad`.
+    """The half copies of one forward, in a dict for each grad mode and `requires_grad`.
 
     * `in_graph`: copies with an autograd node that leads back to their weights.
     * `frozen`: copies of weights that require no gradient.
@@ -87,10 +93,10 @@ class ForwardCopies:
       `F.linear` faster (see `cast_weights`); only torch's functions get these copies.
     """
 
-    def __init__(self, cache: WeightCache, order: WeightUseOrder | None = None) -> None:
+    def __init__(self, cache: WeightCache, usage: WeightUsage | None = None) -> None:
         self.cache = cache
-        self.order = order
-        self.outer: ForwardCopies | None = thread_calls.copies
+        self.usage = usage
+        self.outer: ForwardCopies | None = thread_calls.forward_copies
         self.in_inference_mode = torch.is_inference_mode_enabled()
         self.in_graph: HalfCopiesById = {}
         self.frozen: HalfCopiesById = {}
@@ -120,25 +126,26 @@ class WeightCache:
     def __init__(self) -> None:
         self.hits = self.misses = 0
 
-    def open(self, call: Call, order: WeightUseOrder | None = None) -> None:
+    def open(self, call: Call, usage: WeightUsage | None = None) -> None:
         """Keep half copies until the exit of `call`, the innermost call.
 
         Does nothing inside another forward of this cache: that forward's copies are used.
         """
-        outer = thread_calls.copies
+        outer = thread_calls.forward_copies
         if outer is not None and outer.cache is self:
             return
         if is_traced_or_transformed():
-            call.copies = thread_calls.copies = None
+            call.forward_copies = thread_calls.forward_copies = None
             return
-        forward_copies = ForwardCopies(self, order)
-        call.copies = call.opened_copies = thread_calls.copies = forward_copies
-        if order is None:
+        forward_copies = ForwardCopies(self, usage)
+        call.opened_forward_copies = forward_copies
+        call.forward_copies = thread_calls.forward_copies = forward_copies
+        if usage is None:
             return
-        order.has_own_nodes = order.wants_own_nodes
-        for weights in order.last_used[1].lists_to_cast():
+        usage.has_own_nodes = usage.wants_own_nodes
+        for weights in usage.last_use.buckets.lists_to_cast():
             versions = list(map(_version_of, weights))  # read first: another thread may write
-            half_copies = cast_weights(weights, order.dtype, own_nodes=order.wants_own_nodes)
+            half_copies = cast_weights(weights, usage.dtype, own_nodes=usage.wants_own_nodes)
             copies = forward_copies.in_graph if weights[0].requires_grad else forward_copies.frozen
             if not is_grad_enabled():
                 copies = forward_copies.under_no_grad
@@ -157,12 +164,12 @@ class WeightCache:
         gradients of a weight that it uses twice are summed in the same dtype as without the
         checkpoint.
         """
-        copies = None if is_traced_or_transformed() else ForwardCopies(self)
-        call.copies = thread_calls.copies = copies
+        forward_copies = None if is_traced_or_transformed() else ForwardCopies(self)
+        call.forward_copies = thread_calls.forward_copies = forward_copies
 
     def _thread_copies(self) -> ForwardCopies | None:
         """The copies of this cache that this thread uses now."""
-        forward_copies = thread_calls.copies
+        forward_copies = thread_calls.forward_copies
         if forward_copies is None or forward_copies.cache is not self:
             return None
         return forward_copies
@@ -180,7 +187,7 @@ class WeightCache:
 
         In C++: `cast_weight` of `call.h`.
         """
-        forward_copies = thread_calls.copies
+        forward_copies = thread_calls.forward_copies
         if forward_copies is None or forward_copies.cache is not self:
             return _report_to_observers([weight.to(dtype)])[0]
         if not is_grad_enabled():  # inlined `copies_for`
@@ -266,7 +273,7 @@ def cast_at_each_use(weight: Tensor) -> None:
 
     For a weight that code may change without bumping its version.
     """
-    forward_copies = thread_calls.copies
+    forward_copies = thread_calls.forward_copies
     while forward_copies is not None:
         forward_copies.cast_at_each_use_ids.add(id(weight))
         for copies in (
@@ -279,8 +286,8 @@ def cast_at_each_use(weight: Tensor) -> None:
 
 
 def drop_copies() -> None:
-    """Drop this thread's copies.  Called after optimizer steps, which may not bump versions."""
-    forward_copies = thread_calls.copies
+    """Drop this thread's copies.  Called after optimizer steps: not all bump versions."""
+    forward_copies = thread_calls.forward_copies
     while forward_copies is not None:
         forward_copies.in_graph, forward_copies.frozen, forward_copies.under_no_grad = {}, {}, {}
         forward_copies = forward_copies.outer

@@ -3,7 +3,7 @@
 `replacement(original, choose, state)` returns a plain function (torch.compile sees
 through plain functions; it silently unwraps wrapt's proxies) that asks for the active
 policy, casts the arguments to the dtype that the rule chooses, and calls the original.
-For the usual kinds of arguments the native part casts and calls.
+For the usual kinds of arguments, the native part casts and calls.
 
 Calls with `out=` are never cast.
 """
@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import native
 from ..torch_private.torch_functions import is_torch_function_mode_enabled
-from .calls import PROCESS_POLICY, CastState, thread_calls
+from .calls import FOLLOWS_PROCESS, CastState, thread_calls
 from .cast_observers import ObservedCall, observers
 from .dynamo_patches import opaque_call
 from .handlers import HasHandler, any_has_handler, call_handlers
@@ -36,22 +36,23 @@ def replacement(
     original: Callable,
     choose: ChooseDtype,
     state: CastState,
-    run_in_fp32: Callable | None = None,
-    casts_nothing_inside: Callable[[Policy], bool] | None = None,
+    call_original: Callable | None = None,
+    disables_casts_inside: Callable[[Policy], bool] | None = None,
 ) -> Callable:
     """A plain function that replaces `original` and casts to the dtype that `choose` returns.
 
-    `casts_nothing_inside(policy)` returns whether casts are off while the original runs.
+    `disables_casts_inside(policy)` returns whether casts are off while the original runs.
 
-    `run_in_fp32(policy, function, *args, **kwargs)` calls the original.  It is used always if casts
-    are off inside, and otherwise unless the rule casts the arguments to FP32.  It gets the active
-    policy if the rule chose no dtype, and None in all other cases: the rule cast the call, casts
-    are off inside, no policy is active, its condition is False, or the call has `out=`.
+    `call_original(policy, function, *args, **kwargs)` calls the original.  It is used unless casts
+    stay on inside and the rule casts the arguments to FP32.  Its `policy` is the active policy if
+    casts stay on inside and the rule chose no dtype, else None.  It is also None if no rule was
+    asked: no policy is active, its condition is False, or the call has `out=`.
     """
     opaque = opaque_call(original)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        policy, function, is_dynamo_traced = state.process_policy, original, None
+        policy, function = state.process_policy, original
+        is_dynamo_traced = None  # None: not asked yet
         if state.has_thread_policies:  # inlined `state.current_policy()`
             if (
                 state.threads_in_function_modes
@@ -60,7 +61,7 @@ def replacement(
             ):
                 return call_handlers(state, patched, original, args, kwargs)
             thread_policy = thread_calls.policy
-            if thread_policy is not PROCESS_POLICY:
+            if thread_policy is not FOLLOWS_PROCESS:
                 policy, is_dynamo_traced = thread_policy, is_dynamo_compiling()
                 if is_dynamo_traced:
                     function = opaque
@@ -72,13 +73,13 @@ def replacement(
             or (policy.condition is not None and not policy.condition(args, kwargs))
         ):
             policy = target_dtype = None
-        elif casts_nothing_inside is not None and casts_nothing_inside(policy):
+        elif disables_casts_inside is not None and disables_casts_inside(policy):
             if any_has_handler(args, kwargs):
                 return call_handlers(state, patched, original, args, kwargs)
             if is_dynamo_compiling():  # in a graph `opaque` would run outside `call_without_casts`
                 function = original
-            if run_in_fp32 is not None:
-                function = functools.partial(run_in_fp32, None, function)
+            if call_original is not None:
+                function = functools.partial(call_original, None, function)
             target_dtype = choose(args, kwargs, policy)
             # With casts on, the functions that the original calls would follow their own rows.
             return state.call_without_casts(call_cast, target_dtype, function, args, kwargs, policy)
@@ -90,11 +91,11 @@ def replacement(
                 is_usual = cls in PLAIN_TENSOR_TYPES or cls in NON_TENSOR_TYPES
                 if not is_usual and any_has_handler(args, kwargs):
                     return call_handlers(state, patched, original, args, kwargs)
-            if run_in_fp32 is None:
+            if call_original is None:
                 return function(*args, **kwargs)
-            return run_in_fp32(policy, function, *args, **kwargs)
-        if run_in_fp32 is not None and target_dtype is not torch.float32:
-            function = functools.partial(run_in_fp32, None, function)
+            return call_original(policy, function, *args, **kwargs)
+        if call_original is not None and target_dtype is not torch.float32:
+            function = functools.partial(call_original, None, function)
         if _native_call_cast is not None and not (
             is_dynamo_compiling() if is_dynamo_traced is None else is_dynamo_traced
         ):

@@ -7,7 +7,7 @@ These replace arguments that a script passes to `initialize`:
 | `AMPATCH_OPT_LEVEL` | `opt_level` |
 | `AMPATCH_DTYPE` | `dtype` |
 | `AMPATCH_LOSS_SCALE` | `loss_scale` |
-| `AMPATCH_OVERRIDES` | `overrides`, by a JSON file or JSON text: `{"decoder.*": "float"}` |
+| `AMPATCH_OVERRIDES` | `overrides`, with a JSON file or JSON text: `{"decoder.*": "float"}` |
 | `AMPATCH_ENABLED` | `enabled`, if the variable is `0` |
 | `AMPATCH_SETTINGS` | the settings that a JSON object names: `{"growth_interval": 500}` |
 
@@ -83,7 +83,7 @@ def misspelt_messages(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def replaced_arguments(script: dict[str, Any], replacing: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a script, some replaced by the values that `read` has returned.
+    """The arguments of a script, some replaced with the values that `read` has returned.
 
     If the opt level is replaced, settings that the script chose for its own level
     (`keep_batchnorm_fp32=True` for O2) might contradict the new level: they are dropped, with a

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import did_you_mean
 from ..log import ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
-from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
+from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, checked_static_scale
 from .validation import known_word, positive_number, truth_value, whole_number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -154,7 +154,7 @@ def properties_for(opt_level: Any, dtype: Any = torch.float16, **settings: Any) 
         name, half = _BFLOAT16_LEVELS[name], torch.bfloat16
     defaults = level_defaults(name, half)
     scale = {key: settings[key] for key in SCALE_SETTING_NAMES if settings.get(key) is not None}
-    checked = vars(ScaleSettings().changed("ampatch.initialize(...)", scale)) | {
+    checked = vars(ScaleSettings().with_changes("ampatch.initialize(...)", scale)) | {
         key: _VALIDATORS[key](_user_call(key, value), value)
         for key, value in settings.items()
         if not (key in SCALE_SETTING_NAMES or (value is None and key in LEVEL_SETTINGS))
@@ -222,7 +222,7 @@ def loss_scale_value(what: str, value: Any) -> str | float:
     if isinstance(value, str) and value.strip().lower() == "dynamic":
         return "dynamic"
     expected = '"dynamic" or a positive number, such as 128.0 or "128.0"'
-    return invertible(positive_number(what, value, expected, or_text=True))
+    return checked_static_scale(positive_number(what, value, expected, or_text=True))
 
 
 def _supported_dtype(user_call: str, value: Any) -> torch.dtype:

@@ -18,8 +18,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 class ScaleSettings:
     """Start, growth, backoff and limits, with `torch.amp.GradScaler`'s meaning and defaults.
 
-    The constructor only brings the limits into the range that FP32 can invert.  `changed` checks
-    all settings.
+    The constructor only brings the limits into the range that FP32 can invert.  `with_changes`
+    checks all settings.
     """
 
     init_scale: float = 2.0**16
@@ -41,7 +41,7 @@ class ScaleSettings:
             raise ValueError(f"loss scale {value!r}: expected a positive finite number.")
         return min(max(float(value), self.min_loss_scale), self.max_loss_scale)
 
-    def changed(self, what: str, changes: Mapping[str, Any]) -> ScaleSettings:
+    def with_changes(self, what: str, changes: Mapping[str, Any]) -> ScaleSettings:
         """These settings with those in `changes` changed; numbers may be strings.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, for an unknown name, a wrong
@@ -80,7 +80,7 @@ class ScaleSettings:
 SCALE_SETTING_NAMES = tuple(field.name for field in dataclasses.fields(ScaleSettings))
 
 
-def invertible(value: float) -> float:
+def checked_static_scale(value: float) -> float:
     """`value` as a static loss scale.  Raises `ValueError` unless FP32 holds it and its inverse."""
     number = float(value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:

@@ -36,7 +36,7 @@ def ignore_precision(report: Callable[[str, Any], None]) -> None:
     """
 
     def construct(original: Callable, owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        precision = str(kwargs.pop("precision", None))
+        precision = _take_precision(kwargs)
         if "16" in precision:
             report("bfloat16" if "bf16" in precision else "float16", sys._getframe(1))
         original(*args, **kwargs)
@@ -44,6 +44,22 @@ def ignore_precision(report: Callable[[str, Any], None]) -> None:
     for owner, modules in _LIGHTNING.items():
         for module in modules:
             _wrap_later(module, f"{owner}.__init__", construct)
+
+
+def _take_precision(arguments: dict[str, Any]) -> str:
+    """Remove the argument `precision` and Lightning's precision plugins; return the precision."""
+    plugins = arguments.get("plugins") or []
+    listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    arguments["plugins"] = [plugin for plugin in listed if not _is_lightnings_precision(plugin)]
+    by_plugin = [plugin.precision for plugin in listed if _is_lightnings_precision(plugin)]
+    by_argument = arguments.pop("precision", None)
+    return str(by_plugin[0] if by_plugin else by_argument)
+
+
+def _is_lightnings_precision(plugin: Any) -> bool:
+    cls = type(plugin)
+    is_ours = cls.__module__.startswith("ampatch.")
+    return not is_ours and any(base.__name__ == "Precision" for base in cls.__mro__)
 
 
 def wrap_backward(context: Callable[[Any], Any]) -> None:
@@ -80,10 +96,9 @@ def _fabric() -> None:
 
 def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
     def construct(original: Callable, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        plugins = kwargs.pop("plugins", None) or []
-        listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-        kwargs.pop("precision", None)
-        original(*args, plugins=[*listed, plugin()], **kwargs)
+        _take_precision(kwargs)
+        kwargs["plugins"].append(plugin())
+        original(*args, **kwargs)
 
     for module in _LIGHTNING[owner]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:

@@ -2,7 +2,7 @@
 
 `join()` is refused under a dynamic loss scale.
 
-A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor by the rank's
+A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor with the rank's
 local tensor, and rebuilds the DTensor in every forward.  It finds the local tensors by an attribute
 that half copies do not have.
 """

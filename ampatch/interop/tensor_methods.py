@@ -103,7 +103,7 @@ def state_dict_patches() -> list[Patch]:
 
 
 def _save_parameter(state: dict, key: str, parameters: dict[str, Any], name: str) -> None:
-    """Replace a half copy in a state dict by its parameter.
+    """Replace a half copy in a state dict with its parameter.
 
     With `keep_vars` the state dict has the half copy itself, which shares the `__dict__` of its
     parameter; otherwise it has a detached tensor.

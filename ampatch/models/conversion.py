@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..casting.rules import CASTABLE
 from ..errors import UndoAll
 from ..torch_private.dtensors import replace_data
-from .half_copy_slots import StaysFP32
+from .half_copy_slots import Fp32Predicate
 from .module_overrides import is_batch_or_instance_norm
 
 _data_property: Any = torch.Tensor.data  # torch's own property: sessions patch `Tensor.data`
@@ -40,7 +40,7 @@ class ConvertedWeights:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_fp32: StaysFP32,
+        stays_fp32: Fp32Predicate,
         excluded: Collection[int] = (),
     ) -> None:
         """Convert a model's FP32 and half parameters in place to `dtype`.

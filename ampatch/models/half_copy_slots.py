@@ -29,21 +29,21 @@ from ..torch_private.probes import is_traced_or_transformed
 from ..torch_private.tensors import hooks_of
 from .embeddings import EmbeddingParameters
 
-StaysFP32 = Callable[[nn.Module], bool]
+Fp32Predicate = Callable[[nn.Module], bool]
 """Whether a module computes with FP32 weights in a half model."""
 
 _version_of = operator.attrgetter("_version")
 
 
 class Slot(NamedTuple):
-    """An entry of a module's `_parameters`, and the parameter that it has outside of forwards."""
+    """An entry of a module's `_parameters`, and the parameter that it holds outside of forwards."""
 
     container: dict[str, Any]  # the module's `_parameters`
     name: str
     parameter: Tensor
 
 
-def parameter_dicts(root: nn.Module, stays_fp32: StaysFP32) -> list[dict[str, Any]]:
+def parameter_dicts(root: nn.Module, stays_fp32: Fp32Predicate) -> list[dict[str, Any]]:
     """`_parameters` of `root` and of its submodules, except submodules that stay FP32.
 
     TorchScript modules are left out: half copies cannot be put into them.
@@ -74,7 +74,7 @@ def fp32_slots(slots: list[Slot], excluded: Collection[int]) -> list[Slot]:
 def split_embeddings(
     modules: list[nn.Module], slots: list[Slot]
 ) -> tuple[list[EmbeddingParameters], list[Slot]]:
-    """The embeddings that look up in their FP32 weight; the slots of all other weights.
+    """Split `slots`: embeddings that look up rows of their FP32 weight; slots of all other weights.
 
     Such an embedding has one parameter, which is in no other slot, and which is large or gets
     sparse gradients.  A node that casts a single weight accepts no sparse gradients.
@@ -108,7 +108,7 @@ class WeightSlots:
         self,
         root: nn.Module,
         model: nn.Module,
-        stays_fp32: StaysFP32,
+        stays_fp32: Fp32Predicate,
         excluded: Collection[int],
     ) -> None:
         modules = list(root.modules())
@@ -127,7 +127,7 @@ class WeightSlots:
         self.rnn_weights = self._take_rnn_weights(by_id)
         self.buckets = Buckets(by_id.values(), root, model)
         self.parameters = [weight for weights in self.rnn_weights for weight in weights]
-        self.parameters += [weight for bucket in self.buckets.buckets for weight in bucket]
+        self.parameters += [weight for bucket in self.buckets.lists for weight in bucket]
         order = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         # For each slot the index of its parameter in `parameters`.
         self._parameter_indices = [order[id(weight)] for weight in weights]
@@ -178,7 +178,7 @@ class WeightSlots:
         self._rebuild_flat_weights()
 
     def present_tensors(self) -> list[Any]:
-        """The tensors that are in the slots now; None for a slot that does not exist any more."""
+        """The tensors that are in the slots now; None for a slot that no longer exists."""
         return list(map(dict.get, self._dicts, self._names))
 
 
@@ -239,7 +239,7 @@ def make_half_copies(
     for weights in bucketed:
         copies += cast_weights(weights, dtype, own_nodes=own_nodes)
     if len(copies) == len(weight_slots.parameters) and len(bucketed) == len(
-        weight_slots.buckets.buckets
+        weight_slots.buckets.lists
     ):
         return copies
     cast_so_far = [w for weights in (*weight_slots.rnn_weights, *bucketed) for w in weights]
@@ -309,16 +309,16 @@ class SlotCopies:
         if has_values(copy.device) and not is_stream_capturing(copy):
             self._recorded_values[index] = local_of(copy).detach().clone()
 
-    def write_changes_back(self, writes: ForwardWrites) -> None:
+    def write_changes_back(self, write_back: CopyWriteBack) -> None:
         """Write changes of the copies into their parameters."""
         now = list(map(_version_of, self.copies))
         if self._recorded_values or now != self._versions:
             values, self._recorded_values = self._recorded_values, {}
             versions, self._versions = self._versions, now
-            writes.copy_changes(self.parameters, self.copies, versions, values)
+            write_back.copy_changes(self.parameters, self.copies, versions, values)
 
 
-class ForwardWrites:
+class CopyWriteBack:
     """Copies changes of one model's half copies to the parameters, and warns about the first."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -387,7 +387,7 @@ def put_while_traced(slots: list[Slot], dtype: torch.dtype) -> None:
 
 
 def cast_replica(
-    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_fp32: StaysFP32
+    model: nn.Module, replica: nn.Module, dtype: torch.dtype, stays_fp32: Fp32Predicate
 ) -> None:
     """Cast the weights of a replica of `nn.DataParallel`, which are plain attributes there."""
     for module, replicated in zip(model.modules(), replica.modules(), strict=True):

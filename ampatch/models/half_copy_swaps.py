@@ -15,7 +15,7 @@ during one `Call`.  Its states:
 
 An exception may be raised between any two states: `may_hold_copies` is set before the first copy is
 put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
-and again: if it was interrupted, the swap is no more in `swaps`, and the call's second exit
+and again: if it was interrupted, the swap is no longer in `swaps`, and the call's second exit
 finishes it.  All threads share the slots, so all swaps of a model belong to one thread.  While they
 run, a forward in another thread raises `AmpatchError`.  At O3 there are no copies, and
 `may_hold_copies` stays False.
@@ -38,16 +38,16 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.calls import Call, thread_calls
-from ..casting.half_copies import wants_only_some
+from ..casting.half_copies import are_partly_wanted
 from ..errors import AmpatchError
 from ..torch_private.modules import REPLICA, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
 from .embeddings import EmbeddingParameters
 from .half_copy_slots import (
-    ForwardWrites,
+    CopyWriteBack,
+    Fp32Predicate,
     Slot,
     SlotCopies,
-    StaysFP32,
     WeightSlots,
     cast_replica,
     fp32_slots,
@@ -111,7 +111,7 @@ class Swap:
 
     slot_copies: SlotCopies | None = None
     weight_slots: WeightSlots
-    is_nested = False  # another swap of the same copies is running: it swaps them in and out
+    is_nested = False  # another running swap has put the same copies in, and takes them out
 
     def __init__(self, swapper: HalfCopySwapper) -> None:
         self.swapper = swapper
@@ -178,7 +178,7 @@ class Swap:
                     swap_parametrize_cache(self._outer_parametrize_cache)
                 self.may_hold_copies = False
             if previous is None and not self.is_nested and slot_copies and slot_copies.copies:
-                slot_copies.write_changes_back(swapper.writes)
+                slot_copies.write_changes_back(swapper.write_back)
         finally:
             if self in swapper.swaps:
                 swapper.swaps.remove(self)
@@ -201,7 +201,7 @@ class HalfCopySwapper:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        stays_fp32: StaysFP32,
+        stays_fp32: Fp32Predicate,
         on_change: Callable[[], object],
     ) -> None:
         self.model = model
@@ -213,8 +213,9 @@ class HalfCopySwapper:
         self._weight_slots: dict[int, WeightSlots] = {}
         self.wants_own_nodes = False  # the next forward makes one node per weight
         self.has_own_nodes = False  # the last forward made one node per weight
-        self._ids: set[int] = set()  # ids of the model's weights, from its latest `WeightSlots`
-        self.writes = ForwardWrites(model)
+        # Ids of the model's weights, from the newest `WeightSlots` of the model.
+        self._weight_ids: set[int] = set()
+        self.write_back = CopyWriteBack(model)
         self.swaps: list[Swap] = []  # the running swaps, the innermost last
         # {"thread": ident of the thread that owns the slots}, or {} if no forward runs.  It is a
         # dict because `setdefault` is atomic.
@@ -224,7 +225,7 @@ class HalfCopySwapper:
         """Have the model's forwards compute with half copies of its FP32 weights, until `close`."""
         swappers[id(self.model)] = self
         self._weight_slots.clear()
-        self.slots_below(self.model)
+        self.weight_slots_of(self.model)
 
     def close(self) -> None:
         """Put the parameters in their slots for good."""
@@ -238,11 +239,11 @@ class HalfCopySwapper:
         for swap in reversed(list(self.swaps)):
             swap.swap_out()
 
-    def slots_below(self, root: nn.Module) -> WeightSlots:
+    def weight_slots_of(self, root: nn.Module) -> WeightSlots:
         """The `WeightSlots` of the model or of a submodule, valid now."""
-        latest = self._weight_slots.get(id(root))
-        if latest is not None and latest.is_valid():
-            return latest
+        newest = self._weight_slots.get(id(root))
+        if newest is not None and newest.is_valid():
+            return newest
         self._excluded_ids = sharded_parameters(self.model)
         weight_slots = WeightSlots(root, self.model, self._stays_fp32, self._excluded_ids)
         # While a swap runs, slots may hold half copies of another model: do not keep the list.
@@ -253,22 +254,22 @@ class HalfCopySwapper:
         if root is self.model:
             # Drops the WeightSlots of submodules, which may be gone.
             self._weight_slots = {id(root): weight_slots}
-            self._ids = weight_slots.weight_ids
+            self._weight_ids = weight_slots.weight_ids
             self._on_change()
         return weight_slots
 
     def weight_ids(self) -> set[int]:
         """Ids of the weights of which the model's forward has half copies."""
         if not self.swaps:
-            self.slots_below(self.model)
-        return self._ids
+            self.weight_slots_of(self.model)
+        return self._weight_ids
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """Like `WeightUseOrder.record_wanted_grads`, for half copies in slots."""
+        """Like `WeightUsage.record_wanted_grads`, for half copies in slots."""
         if self.has_own_nodes:
             return False
         all_slots = list(self._weight_slots.values())
-        only_some = any(wants_only_some(slots.parameters, wanted) for slots in all_slots)
+        only_some = any(are_partly_wanted(slots.parameters, wanted) for slots in all_slots)
         self.wants_own_nodes |= only_some
         return only_some
 
@@ -281,7 +282,7 @@ class HalfCopySwapper:
             return
         call.swap = swap = Swap(self)
         self.claim_slots(swap)
-        swap.weight_slots = weight_slots = self.slots_below(root)
+        swap.weight_slots = weight_slots = self.weight_slots_of(root)
         swap.slot_copies = slot_copies = SlotCopies(weight_slots, self.dtype, self.wants_own_nodes)
         self.has_own_nodes = self.wants_own_nodes
         if weight_slots.weight_ids:
@@ -294,7 +295,7 @@ class HalfCopySwapper:
 
         Lists the slots anew each time, because Dynamo guards on every object that it reads.
         """
-        if not self._ids:
+        if not self._weight_ids:
             return None
         slots = fp32_slots(slots_of(parameter_dicts(root, self._stays_fp32)), self._excluded_ids)
         put_while_traced(slots, self.dtype)

@@ -105,7 +105,8 @@ class InputCaster:
         if dtype is self._dtype or dtype not in CASTABLE:
             return tensor
         if id(tensor) in casts.tensors:
-            return casts.tensors[id(tensor)][1]
+            _, earlier_cast, _ = casts.tensors[id(tensor)]
+            return earlier_cast
         cast = None
         if dtype is torch.float32 and self._is_half:
             if position in self._fp32_positions:

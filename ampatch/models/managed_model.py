@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,13 @@ from ..casting.calls import (
 from ..casting.handlers import without_torch_function_modes
 from ..casting.held_functions import HeldFunctions
 from ..casting.policy import Policy
-from ..casting.weight_cache import WeightUseOrder
+from ..casting.weight_cache import WeightUsage
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import UndoAll
 from ..log import logger
 from ..torch_private.torch_functions import is_torch_function_mode_enabled
 from .conversion import ConvertedWeights
-from .half_copy_slots import StaysFP32
+from .half_copy_slots import Fp32Predicate
 from .half_copy_swaps import HalfCopySwapper, Swap, enclosing_swap, half_copy_dtypes, is_fx_traced
 from .io_casting import InputCaster, InputCasts
 from .module_overrides import ModuleOverride, has_fp32_buffers
@@ -46,8 +46,16 @@ from .values import cast_tensors
 
 _MAX_NAMES_SHOWN = 5  # the maximum number of weights that a warning names
 
-ParameterOwners = dict[int, tuple["weakref.ref[nn.Module]", str]]
-"""By the id of a parameter: its module, and its name there.
+
+class ParameterOwner(NamedTuple):
+    """The module that has a parameter, and the parameter's name there."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+
+ParameterOwners = dict[int, ParameterOwner]
+"""Owners by the id of their parameter.
 
 Python reuses the id of a deleted parameter, so compare with the parameter that the module has under
 this name.  `torch.utils.swap_tensors` would refuse parameters with weak references.
@@ -64,10 +72,11 @@ class SessionForModel(Protocol):
 class ManagedModel:
     """A model under one opt level.
 
-    Its forward runs under `policy`: at O1 the policy of the op tables; at the other levels None,
-    and no call is cast.  Exception: `CastState.half_model_policy`, if set, is the policy at O2 and
-    O3.  Floating inputs are cast to `in_dtype`, outputs to `out_dtype`, unless the dtype is None.
-    It is the `Scope` of the model's frame.
+    Its forward runs under `policy`: at O1 the policy of the op tables, at the other levels None (no
+    call is cast).  Two exceptions at O2 and O3: `promote_mixed_dtypes` sets `policy`; and while a
+    handle of `init` is active, `CastState.half_model_policy` replaces None.  Floating inputs are
+    cast to `in_dtype`, outputs to `out_dtype`, unless the dtype is None.  It is the `CallScope` of
+    the model's frame.
     """
 
     def __init__(
@@ -95,24 +104,25 @@ class ManagedModel:
         self._submodule_calls: SubmoduleCalls | None = None
         self._overrides = overrides
         self.conversions = ConvertedWeights()
+        # At O2 and O3; at O3 it only records which modules belong to the running forward.
         self.swapper: HalfCopySwapper | None = None
-        self._stays_fp32: StaysFP32 = lambda module: False
+        self._stays_fp32: Fp32Predicate = lambda module: False
         self._has_mixed_dtypes = False  # its forward has FP32 buffers and half tensors
         self.frame: OwnFrame | None = None
         self.parameter_owners: ParameterOwners = {}  # at O1: calls with these parameters are cast
         self._initial_owners: ParameterOwners = {}  # parameters and buffers at the session's start
         self.held_functions = HeldFunctions(model)
-        self.statistics: RunningStatistics | None = None
+        self.running_statistics: RunningStatistics | None = None
         self._was_called = False  # `enter` has run since the last `warn_of_lost_frame`
         self._has_warned_of_user_block = False
         self._has_warned_of_lost_frame = False
-        self._use_order: WeightUseOrder | None = None
+        self._weight_usage: WeightUsage | None = None
         if policy is not None:
-            self._use_order = WeightUseOrder(model, policy.half_to)
+            self._weight_usage = WeightUsage(model, policy.half_rows_to)
 
     # Install and uninstall
 
-    def convert(self, stays_fp32: StaysFP32) -> None:
+    def convert(self, stays_fp32: Fp32Predicate) -> None:
         """Use half copies of weights in forwards, or convert weights and buffers to `in_dtype`."""
         dtype = self.in_dtype
         if dtype is None:
@@ -141,8 +151,8 @@ class ManagedModel:
         if self._has_mixed_dtypes and not had_mixed_dtypes:
             self._session.promote_mixed_dtypes(self)
 
-    def restore_shared(self, shared: Collection[int]) -> set[int]:
-        """Change these weights (ids) back to FP32: another model is to make half copies of them.
+    def restore_fp32_weights(self, shared: Collection[int]) -> set[int]:
+        """Change these weights (ids) back to FP32: an O2 model that shares them makes half copies.
 
         Returns the ids of the weights that were changed.
         """
@@ -179,9 +189,9 @@ class ManagedModel:
         return self.swapper is not None and id(parameter) in self.swapper.weight_ids()
 
     def record_wanted_grads(self, wanted: Collection[int]) -> bool:
-        """Like `WeightUseOrder.record_wanted_grads`, for the half copies at O1 and at O2."""
-        order, swapper = self._use_order, self.swapper
-        may_share = order is not None and order.record_wanted_grads(wanted)
+        """Like `WeightUsage.record_wanted_grads`, for the half copies at O1 and at O2."""
+        usage, swapper = self._weight_usage, self.swapper
+        may_share = usage is not None and usage.record_wanted_grads(wanted)
         return (swapper is not None and swapper.record_wanted_grads(wanted)) or may_share
 
     def converted_ids(self) -> set[int]:
@@ -208,22 +218,24 @@ class ManagedModel:
         self.frame = OwnFrame(model, self)
         self.frame.install_on_model(self.properties.opt_level)
         if self.properties.loss_scale == "dynamic" and (norms := norms_of(model)):
-            self.statistics = RunningStatistics(norms)
+            self.running_statistics = RunningStatistics(norms)
 
-    def has_had_since_start(self, tensor: Tensor) -> bool:
-        """Whether the model has had this parameter or buffer since the session began."""
+    def had_at_session_start(self, tensor: Tensor) -> bool:
+        """Whether this was the model's parameter or buffer at the session's start, and still is."""
         owner = self._initial_owners.get(id(tensor))
-        return owner is not None and getattr(owner[0](), owner[1], None) is tensor
+        return owner is not None and getattr(owner.module(), owner.name, None) is tensor
 
     def _record_owners(self) -> None:
         for module in self.model.modules():
             params = dict(module.named_parameters(recurse=False))
-            owners = {id(param): (weakref.ref(module), name) for name, param in params.items()}
+            owners = {
+                id(p): ParameterOwner(weakref.ref(module), name) for name, p in params.items()
+            }
             self._initial_owners.update(owners)
             if self.policy is not None:
                 self.parameter_owners.update(owners)
             for name, buffer in module.named_buffers(recurse=False):
-                self._initial_owners[id(buffer)] = weakref.ref(module), name
+                self._initial_owners[id(buffer)] = ParameterOwner(weakref.ref(module), name)
 
     def uninstall(self) -> None:
         """Undo `install` and `convert`, and leave no reference cycle through the model.
@@ -242,7 +254,7 @@ class ManagedModel:
             self._submodule_calls = None
         for override in self._overrides:
             override.uninstall()
-        self.statistics = None
+        self.running_statistics = None
         if self.swapper is not None:
             self.swapper.close()
             self.swapper = None
@@ -265,7 +277,7 @@ class ManagedModel:
         return InputCaster(f"{name}.{submodule}" if submodule else name, self.in_dtype, promote)
 
     def step_output_dtype(self) -> torch.dtype | None:
-        """The dtype of submodule outputs in a framework's step, or None: any dtype, or no step."""
+        """The dtype of submodule outputs in a framework's step; None if not fixed, or no step."""
         for call in reversed(thread_calls.stack):
             if call.owner is self and call.step_output_dtype is not INHERIT:
                 return call.step_output_dtype
@@ -337,11 +349,11 @@ class ManagedModel:
         if len(thread_calls.stack) > 1:
             if swapper is not None and not self._has_warned_of_user_block:
                 self._warn_of_user_block()
-            state.set_policy(call, *state.set_policy_args(policy))
+            state.set_policy(call, *state.policy_arguments(policy))
         elif policy is not state.process_policy:
             state.set_policy(call, policy)
         if policy is not None:
-            policy.cache.open(call, self._use_order)
+            policy.cache.open(call, self._weight_usage)
             if policy.devices is not None:
                 self._record_device(policy.devices)
         return args, kwargs
@@ -353,9 +365,9 @@ class ManagedModel:
                 return self.exit(call)
         if call.owner is not None:  # otherwise the call is not on the stack
             self._state.exit(call)
-        copies, casts = call.opened_copies, call.input_casts
-        if copies is not None and copies.order is not None:
-            copies.order.record(copies.used_weights)
+        forward_copies, casts = call.opened_forward_copies, call.input_casts
+        if forward_copies is not None and forward_copies.usage is not None:
+            forward_copies.usage.record(forward_copies.used_weights)
         if casts is not None:
             call.input_casts = None
             casts.write_changes_back()
@@ -408,7 +420,7 @@ class ManagedModel:
         if policy is None and self.swapper is not None and state.half_model_policy is not None:
             policy = state.half_model_policy.with_half_dtype(self.swapper.dtype)
         if thread_calls.stack:
-            policy, _, sets_policy = state.set_policy_args(policy)
+            policy, _, sets_policy = state.policy_arguments(policy)
         if slots is None and (policy is INHERIT or policy is state.current_policy()):
             return forward(module, *args, **kwargs)
         call = Call()
@@ -423,7 +435,7 @@ class ManagedModel:
             state.exit(call)
 
     def warn_of_lost_frame(self, trained: Iterable[Tensor]) -> None:
-        """Warn once that the model is not cast any more, if its own frame is not called any more.
+        """Warn once that the model is no longer cast, if its own frame is no longer called.
 
         Called when a `scale_loss` block begins and `model.forward` is no longer the frame.
         `trained`: the parameters of the block's optimizers.  If the new `forward` calls the frame,
@@ -437,7 +449,7 @@ class ManagedModel:
         self._has_warned_of_lost_frame = True
         logger.warning(
             "%s.forward was replaced or deleted after ampatch.initialize, and the one it has now "
-            "does not call the earlier one: the model is not cast any more. Replace it, or take "
+            "does not call the earlier one: the model is no longer cast. Replace it, or take "
             "the hooks of a library out, before initialize; or call the earlier model.forward.",
             type(self.model).__name__,
         )
@@ -457,7 +469,7 @@ class ManagedModel:
         )
 
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_framework_step(self) -> Iterator[None]:
         """Context manager for a framework's step, which calls submodules outside of forwards.
 
         Does nothing for a model that is not half.

@@ -29,7 +29,7 @@ from ..torch_private.modules import (
 )
 from ..torch_private.probes import current_backward_pass
 from ..torch_private.torch_functions import is_torch_function_mode_enabled
-from .half_copy_slots import StaysFP32
+from .half_copy_slots import Fp32Predicate
 from .own_frame import OwnFrame
 from .values import cast_tensors, caster, map_tensors
 
@@ -40,7 +40,7 @@ class ModuleOverride:
     """One submodule that runs in another precision than the rest of its model.
 
     Its results are cast to the precision of the override around it; without one, to `out_dtype`,
-    unless that is None.  It is the `Scope` of the submodule's frame.
+    unless that is None.  It is the `CallScope` of the submodule's frame.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ModuleOverride:
         return self.convert_output(output)
 
     def _result_dtype(self) -> torch.dtype | None:
-        """The dtype that the code around this call wants, or None for any dtype."""
+        """The dtype that the code around this call wants, or None if it is not fixed."""
         outer = current_compute_dtype()
         if is_dynamo_compiling():
             return outer or self._out_dtype
@@ -150,7 +150,7 @@ def overridden_submodules(
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     prefix = re.compile(rf"{re.escape(type(model).__name__)}(#\d+)?\.")
-    names = {key: _named(key, prefix, submodules) for key, _ in overrides}
+    names = {key: _paths_for_key(key, prefix, submodules) for key, _ in overrides}
     precision_of: dict[nn.Module, str] = {}
     for name, module in submodules.items():
         covered_by = {name, *_containers_of(name, submodules)}
@@ -160,7 +160,9 @@ def overridden_submodules(
     return precision_of
 
 
-def _named(key: ModuleKey, prefix: re.Pattern[str], submodules: dict[str, nn.Module]) -> set[str]:
+def _paths_for_key(
+    key: ModuleKey, prefix: re.Pattern[str], submodules: dict[str, nn.Module]
+) -> set[str]:
     if isinstance(key, str):
         match = prefix.match(key)
         return matching_paths(key, submodules) or (
@@ -175,10 +177,12 @@ def _containers_of(name: str, submodules: dict[str, nn.Module]) -> Iterator[str]
         yield name
 
 
-def precisions(
+def resolve_overrides(
     model: nn.Module, overrides: list[tuple[ModuleKey, str]], properties: Properties
-) -> tuple[dict[nn.Module, str], StaysFP32]:
-    """The precisions of overridden submodules; a predicate for modules that stay FP32.
+) -> tuple[dict[nn.Module, str], Fp32Predicate]:
+    """The precision of each overridden submodule, and a predicate for modules that stay FP32.
+
+    Raises `AmpatchError` at O2 for TorchScript modules with FP32 weights.
 
     In half models two kinds of modules stay FP32 without an override: InstanceNorm with running
     statistics (on half input its kernel loses updates of the statistics), and the parametrization
@@ -211,7 +215,7 @@ def _refuse_scripted_submodules(model: nn.Module, properties: Properties) -> Non
 
 def _make_stays_fp32(
     model: nn.Module, properties: Properties, precision_of: dict[nn.Module, str]
-) -> StaysFP32:
+) -> Fp32Predicate:
     """A predicate for modules: whether a module computes with FP32 weights in a half model."""
     fp32_modules: set[nn.Module] = set()
     for module in model.modules():  # outer modules first
@@ -244,7 +248,7 @@ def is_batch_or_instance_norm(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORMS)
 
 
-def has_fp32_buffers(model: nn.Module, stays_fp32: StaysFP32) -> bool:
+def has_fp32_buffers(model: nn.Module, stays_fp32: Fp32Predicate) -> bool:
     """Whether submodules that compute in half have FP32 buffers with at least one dimension."""
     return any(
         buffer.dtype is torch.float32 and buffer.dim()

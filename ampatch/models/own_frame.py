@@ -2,7 +2,7 @@
 
 It is a bound method of the module and calls the `forward` of the class.  `model(x)` and
 `model.forward(x)` both run it.  So each call has a Python frame of ampatch, whose `try` exits the
-call whatever exception is raised.  A `Scope` does the work around the call: `ManagedModel`,
+call whatever exception is raised.  A `CallScope` does the work around the call: `ManagedModel`,
 `ModuleOverride` or `SubmoduleCalls`.  No other file reads or sets the attribute `forward` of
 modules.
 
@@ -82,8 +82,8 @@ class _Attributes(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-class Scope(Protocol):
-    """The work around the calls of modules with frames."""
+class CallScope(Protocol):
+    """What a frame runs before and after the `forward` of its module."""
 
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
@@ -106,9 +106,9 @@ class Scope(Protocol):
 class OwnFrame:
     """The `forward` that ampatch sets in one module, from `install` to `uninstall`."""
 
-    def __init__(self, module: nn.Module, scope: Scope) -> None:
+    def __init__(self, module: nn.Module, scope: CallScope) -> None:
         self.module: nn.Module | None = module
-        self.scope: Scope | None = scope
+        self.scope: CallScope | None = scope
         self.previous: Any = _MISSING  # the instance's `forward` before this frame
         self.inner: Callable | None = None  # the function that the frame calls: `_inner_forward`
         self.method: Any = _MISSING  # the frame as a bound method, the instance's `forward`
@@ -118,7 +118,7 @@ class OwnFrame:
     def install(self) -> None:
         """Set the module's `forward` to the frame, around the present `forward`."""
         module: Any = self.module
-        attributes = _attributes_of(module)
+        attributes = _install_attributes(module)
         frames = attributes[_FRAMES] = attributes.get(_FRAMES) or []
         self.previous = attributes.get(_FORWARD, _MISSING)
         if frames and frames[-1].method is self.previous:
@@ -168,7 +168,8 @@ class OwnFrame:
             object.__setattr__(module, "__dict__", attributes.copy())
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def _install_attributes(module: nn.Module) -> dict[str, Any]:
+    """Give the module an `_Attributes` as its `__dict__`, if it has none, and return it."""
     if not isinstance(vars(module), _Attributes):
         object.__setattr__(module, "__dict__", _Attributes(vars(module)))
     return vars(module)
@@ -210,7 +211,7 @@ def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
             parameters=[self_parameter, *signature.parameters.values()]
         )
     if str(getattr(previous, "__module__", "")).partition(".")[0] == "torch":
-        forward.__code__ = forward.__code__.replace()
+        forward.__code__ = forward.__code__.replace()  # so that Dynamo's limit counts it alone
     # accelerate binds `forward.__wrapped__` as a method.  A second function with this code object
     # keeps the casts there.
     wrapped = FunctionType(forward.__code__, globals(), _FORWARD, None, forward.__closure__)
@@ -256,11 +257,12 @@ class SubmoduleFrames:
 
     def __init__(self) -> None:
         self._frames: list[OwnFrame] = []
-        # The `__dict__` of each module without another `forward`, and the frame's method there.
+        # For modules whose instance had no `forward` before the frame: their `__dict__`s, and the
+        # frames' methods.
         self._attributes: list[dict[str, Any]] = []
         self._methods: list[Any] = []
 
-    def set_modules(self, modules: Collection[nn.Module], scope: Scope) -> None:
+    def set_modules(self, modules: Collection[nn.Module], scope: CallScope) -> None:
         """Give frames to exactly these modules; all others lose theirs."""
         for frame in self._frames:
             if frame.module not in modules:
@@ -275,7 +277,7 @@ class SubmoduleFrames:
         self._methods = [frame.method for frame in plain]
 
     def suspend(self) -> None:
-        """Take the frames out until `resume`, except frames inside a later `forward` or frame."""
+        """Take the frames out until `resume`.  A frame that another `forward` wraps stays."""
         present = list(map(dict.get, self._attributes, repeat(_FORWARD)))
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
@@ -330,7 +332,7 @@ def copy_patches() -> list[Patch]:
         def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
             replica: nn.Module = original(self)
             if (frame := _installed_frame(self)) is not None:
-                attributes = _attributes_of(replica)
+                attributes = _install_attributes(replica)
                 attributes[_FRAMES] = vars(self)[_FRAMES]
                 # A bound method would make a reference cycle, which keeps the weights in memory.
                 forward, ref = frame.method.__func__, weakref.ref(replica)

@@ -1,7 +1,7 @@
 """The weights of a model that FSDP2 (`fully_shard`) has sharded, under the model's opt level.
 
 A model whose parameters are FP32 shards *is* at O2: the optimizer steps on the shards.  FSDP2
-gathers the parameters and computes in half, by the `MixedPrecisionPolicy` that the user gives it.
+gathers the parameters and computes in half, as the user's `MixedPrecisionPolicy` says.
 ampatch changes neither policies nor shards; it refuses policies and shards that contradict the opt
 level.
 """
@@ -14,7 +14,7 @@ from torch import nn
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError
 from ..torch_private.sharding import Sharded, Sharding, shardings
-from .half_copy_slots import StaysFP32
+from .half_copy_slots import Fp32Predicate
 
 
 def sharded_parameters(model: nn.Module) -> set[int]:
@@ -25,7 +25,7 @@ def sharded_parameters(model: nn.Module) -> set[int]:
 
 
 def checked_sharded_parameters(
-    model: nn.Module, properties: Properties, stays_fp32: StaysFP32
+    model: nn.Module, properties: Properties, stays_fp32: Fp32Predicate
 ) -> set[int]:
     """Like `sharded_parameters`, but raises `AmpatchError` if FSDP2 contradicts the opt level.
 
@@ -63,10 +63,10 @@ def _refuse_computation(
     shard: Sharded,
     sharding: Sharding,
     properties: Properties,
-    stays_fp32: StaysFP32,
+    stays_fp32: Fp32Predicate,
     is_root: bool,
 ) -> None:
-    half, policy = properties.cast_model_type, sharding.policy
+    half, policy = properties.cast_model_type, sharding.mixed_precision
     dtype = policy.param_dtype or shard.parameter.dtype
     if stays_fp32(shard.module):
         if dtype is torch.float32:

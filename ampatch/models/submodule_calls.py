@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, current_compute_dtype, thread_calls
 from ..config.opt_levels import HALF_DTYPES, Properties
 from ..torch_private.modules import has_forward
-from .half_copy_slots import StaysFP32
+from .half_copy_slots import Fp32Predicate
 from .half_copy_swaps import enclosing_swap, is_fx_traced, swappers
 from .io_casting import InputCaster
 from .own_frame import SubmoduleFrames
@@ -54,26 +54,26 @@ class ModelForSubmodules(Protocol):
 
 
 class SubmoduleCalls:
-    """The `Scope` of the submodules of one half model.
+    """The `CallScope` of the submodules of one half model.
 
     Their frames are suspended while the model's own forward runs.
     """
 
-    def __init__(self, root: ModelForSubmodules, stays_fp32: StaysFP32) -> None:
-        self._root = root
+    def __init__(self, managed: ModelForSubmodules, stays_fp32: Fp32Predicate) -> None:
+        self._managed = managed
         self._stays_fp32 = stays_fp32
-        self._uses_half_copies = root.properties.uses_half_copies
+        self._uses_half_copies = managed.properties.uses_half_copies
         self._input_casters: dict[int, InputCaster] = {}
         self.frames = SubmoduleFrames()
 
     def update_frames(self, swapped_ids: Collection[int]) -> None:
-        """Give frames to submodules that have half weights; at O2, to those with `swapped_ids`.
+        """Give frames to the submodules that compute in half; all other modules lose theirs.
 
-        `swapped_ids`: the ids of the weights that get half copies.  Modules that are no submodules
-        any more lose their frames.  Submodules that stay FP32 get no frame here.
+        These have, at O2, a weight in `swapped_ids`, the ids of the weights that get half copies;
+        at O3, half weights.  Scripted submodules get no frame.
         """
         modules: dict[nn.Module, str] = {}
-        for name, module in self._root.model.named_modules():
+        for name, module in self._managed.model.named_modules():
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if not (name and has_forward(module)) or is_scripted or self._stays_fp32(module):
                 continue
@@ -84,7 +84,7 @@ class SubmoduleCalls:
                 modules[module] = name
         previous = self._input_casters
         self._input_casters = {
-            id(module): previous.get(id(module)) or self._root.make_input_caster(name)
+            id(module): previous.get(id(module)) or self._managed.make_input_caster(name)
             for module, name in modules.items()
         }
         self.frames.set_modules(modules, self)
@@ -92,7 +92,11 @@ class SubmoduleCalls:
     def enter(
         self, call: Call, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Enter a call from outside; returns None in forwards, managed models and copies."""
+        """Enter a call from outside the model's forward.
+
+        Returns None if a forward that contains the module is running, or if the module is itself a
+        managed model, is a copy, or is traced by torch.fx.
+        """
         input_caster = self._input_casters.get(id(module))
         if (
             input_caster is None
@@ -101,22 +105,22 @@ class SubmoduleCalls:
             or is_fx_traced(args, kwargs)
         ):
             return None
-        return self._root.enter_with_input_caster(input_caster, call, module, args, kwargs)
+        return self._managed.enter_with_input_caster(input_caster, call, module, args, kwargs)
 
     def exit(self, call: Call) -> None:
         """Exit the call as the model does."""
-        self._root.exit(call)
+        self._managed.exit(call)
 
     def convert_output(self, output: Any) -> Any:
         """The submodule's outputs, in the dtype that the code around the call wants."""
-        dtype = torch.float32 if self._uses_half_copies else self._root.step_output_dtype()
+        dtype = torch.float32 if self._uses_half_copies else self._managed.step_output_dtype()
         if not is_dynamo_compiling():
             dtype = current_compute_dtype() or dtype
         return output if dtype is None else cast_tensors(output, dtype)
 
     def on_error(self, error: BaseException) -> None:
         """Explain the error as the model does."""
-        self._root.on_error(error)
+        self._managed.on_error(error)
 
     def run_traced(self, forward: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Run the whole call while Dynamo traces."""
@@ -124,11 +128,11 @@ class SubmoduleCalls:
         if (
             input_caster is None
             or any(
-                call.is_dynamo_traced and call.owner is self._root for call in thread_calls.stack
+                call.is_dynamo_traced and call.owner is self._managed for call in thread_calls.stack
             )
             or enclosing_swap(module) is not None
         ):
             return forward(module, *args, **kwargs)
         return self.convert_output(
-            self._root.run_traced_with_input_caster(input_caster, forward, module, args, kwargs)
+            self._managed.run_traced_with_input_caster(input_caster, forward, module, args, kwargs)
         )

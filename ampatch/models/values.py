@@ -115,7 +115,8 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
         entry = casts.get(id(tensor))
         if entry is None:
             entry = casts[id(tensor)] = tensor, tensor.to(dtype)
-        return entry[1]
+        _, cast = entry
+        return cast
 
     return map_tensors(value, convert_once)
 

@@ -20,7 +20,7 @@ import logging
 from ..log import ONCE, logger
 from .loading import Status, load
 
-__all__ = ["Status", "log_gain_of_a_build", "missing", "part", "record_failure", "status"]
+__all__ = ["Status", "log_build_hint", "missing", "part", "record_failure", "status"]
 
 part, _status = load()
 
@@ -46,7 +46,7 @@ def missing() -> str | None:
     return building.missing() if _status.is_to_build else None
 
 
-def log_gain_of_a_build() -> None:
+def log_build_hint() -> None:
     """Log one line, once per process, if there is no build and could be one.  Starts no process."""
     if not _status.is_to_build or not logger.isEnabledFor(logging.INFO):
         return

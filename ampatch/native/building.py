@@ -63,7 +63,7 @@ def build(again: bool = True, verbose: bool = False) -> Path:
     """Compile the native part for this torch and Python.  Takes about half a minute.
 
     Returns the file in the cache, which appears there complete or not at all.  Processes that build
-    at once take turns.  Without `again` an existing build is returned, and the error of a failed
+    at once take turns.  Without `again`, an existing build is returned, and the error of a failed
     build is raised again.  `verbose`: show the compiler's output.
 
     Raises `AmpatchError` if something that a build needs is missing, or if it does not compile.

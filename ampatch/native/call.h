@@ -12,8 +12,9 @@ namespace {
 PyObject* NOT_HANDLED = nullptr;  // `call_cast` returns it for arguments that it cannot cast
 
 struct AttributeNames {
-  PyObject *thread_calls, *copies, *cache, *in_graph, *frozen, *under_no_grad, *in_inference_mode,
-      *used_weights, *hits, *misses, *cast, *cast_at_each_use_ids, *kept_weights, *is_compiling;
+  PyObject *thread_calls, *forward_copies, *cache, *in_graph, *frozen, *under_no_grad,
+      *in_inference_mode, *used_weights, *hits, *misses, *cast, *cast_at_each_use_ids,
+      *kept_weights, *is_compiling;
 };
 AttributeNames names;
 
@@ -141,25 +142,25 @@ class Caster {
   // Returns the half copy made earlier in this forward, if it is still valid, or a new one.
   // In Python: `WeightCache.cast` of `casting/weight_cache.py`.
   PyObject* cast_weight(PyObject* weight, const Tensor& tensor) {
-    if (!forward_) {
+    if (!forward_copies_) {
       THPObjectPtr calls(attribute(cache_, names.thread_calls));
-      forward_ = attribute(calls, names.copies);
-      if (forward_.get() != Py_None) {
-        THPObjectPtr cache(attribute(forward_, names.cache));
-        if (cache.get() != cache_) forward_ = Py_NewRef(Py_None);
+      forward_copies_ = attribute(calls, names.forward_copies);
+      if (forward_copies_.get() != Py_None) {
+        THPObjectPtr cache(attribute(forward_copies_, names.cache));
+        if (cache.get() != cache_) forward_copies_ = Py_NewRef(Py_None);
       }
     }
-    PyObject* half = nullptr;
-    if (forward_.get() != Py_None && !tensor.is_inference()) half = in_forward(weight, tensor);
-    if (half != nullptr) return half;
+    const bool may_have_copy = forward_copies_.get() != Py_None && !tensor.is_inference();
+    PyObject* half_copy = may_have_copy ? copy_in_forward(weight, tensor) : nullptr;
+    if (half_copy != nullptr) return half_copy;
     return PyObject_CallMethodObjArgs(cache_, names.cast, weight, to_object_, nullptr);
   }
 
   // Returns the forward's half copy, an existing or a new one.  Returns nullptr with no error set if
   // `WeightCache.cast` has to be called.
-  PyObject* in_forward(PyObject* weight, const Tensor& tensor) {
+  PyObject* copy_in_forward(PyObject* weight, const Tensor& tensor) {
     THPObjectPtr copies(attribute(
-        forward_,
+        forward_copies_,
         !at::GradMode::is_enabled() ? names.under_no_grad
             : tensor.requires_grad() ? names.in_graph : names.frozen));
     THPObjectPtr id(checked(PyLong_FromVoidPtr(weight)));
@@ -168,14 +169,14 @@ class Caster {
       if (PyErr_Occurred()) throw python_error();
       return may_keep_copy(id) ? make_copy(weight, tensor, copies, id) : nullptr;
     }
-    PyObject* half = PyTuple_GET_ITEM(entry, 0);
+    PyObject* half_copy = PyTuple_GET_ITEM(entry, 0);
     const auto version = PyLong_AsLongLong(PyTuple_GET_ITEM(entry, 1));
     if (version != static_cast<long long>(tensor._version()) ||
-        THPVariable_Unpack(half).scalar_type() != to_) {
+        THPVariable_Unpack(half_copy).scalar_type() != to_) {
       return nullptr;
     }
     if (!c10::InferenceMode::is_enabled() && is_true(names.in_inference_mode)) return nullptr;
-    THPObjectPtr result(Py_NewRef(half));
+    THPObjectPtr result(Py_NewRef(half_copy));
     record_use(id, weight);
     ++hits_;
     return result.release();
@@ -189,7 +190,7 @@ class Caster {
         is_traced_or_transformed()) {
       return false;
     }
-    THPObjectPtr cast_at_each_use_ids(attribute(forward_, names.cast_at_each_use_ids));
+    THPObjectPtr cast_at_each_use_ids(attribute(forward_copies_, names.cast_at_each_use_ids));
     return PySet_Contains(cast_at_each_use_ids, id) == 0;
   }
 
@@ -202,15 +203,15 @@ class Caster {
       copy = tensor.to(to_);
       if (!at::GradMode::is_enabled()) copy.set_requires_grad(true);
     }
-    THPObjectPtr half(checked(THPVariable_Wrap(std::move(copy))));
-    THPObjectPtr entry(checked(PyTuple_Pack(2, half.get(), version.get())));
-    THPObjectPtr kept_weights(attribute(forward_, names.kept_weights));
+    THPObjectPtr half_copy(checked(THPVariable_Wrap(std::move(copy))));
+    THPObjectPtr entry(checked(PyTuple_Pack(2, half_copy.get(), version.get())));
+    THPObjectPtr kept_weights(attribute(forward_copies_, names.kept_weights));
     if (PyDict_SetItem(copies, id, entry) != 0 || PyList_Append(kept_weights, weight) != 0) {
       throw python_error();
     }
     record_use(id, weight);
     ++misses_;
-    return half.release();
+    return half_copy.release();
   }
 
   static PyObject* checked(PyObject* object) {
@@ -223,12 +224,12 @@ class Caster {
   }
 
   bool is_true(PyObject* name) {
-    THPObjectPtr flag(attribute(forward_, name));
+    THPObjectPtr flag(attribute(forward_copies_, name));
     return flag.get() == Py_True;
   }
 
   void record_use(PyObject* id, PyObject* weight) {
-    THPObjectPtr used_weights(attribute(forward_, names.used_weights));
+    THPObjectPtr used_weights(attribute(forward_copies_, names.used_weights));
     if (PyDict_SetDefault(used_weights, id, weight) == nullptr) throw python_error();
   }
 
@@ -243,7 +244,7 @@ class Caster {
   PyObject* const to_object_;
   PyObject* const cache_;
   PyObject* const devices_;
-  THPObjectPtr forward_;
+  THPObjectPtr forward_copies_;
   int64_t hits_ = 0, misses_ = 0;
 };
 

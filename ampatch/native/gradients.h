@@ -12,7 +12,7 @@ bool can_unscale(const Tensor& grad) {
       !grad.is_neg() && !grad._is_zerotensor() && !grad.requires_grad();
 }
 
-// unscale(grads, scale): divides gradients by the 0-dim tensor `scale`, in place; returns whether
+// unscale(grads, scale): divides gradients by the 0-dim tensor `scale`, in place, and returns whether
 // they had an inf or NaN.  If this code cannot handle one of them, does nothing and returns None.
 // In Python: `unscale_` of `scaling/unscaling.py`.
 PyObject* unscale(PyObject*, PyObject* const* args, Py_ssize_t nargs) {

@@ -38,7 +38,7 @@ PyMODINIT_FUNC PyInit__ampatch_native() {
   HANDLE_TH_ERRORS
   const std::pair<PyObject**, const char*> interned[] = {
       {&names.thread_calls, "_thread_calls"},
-      {&names.copies, "copies"},
+      {&names.forward_copies, "forward_copies"},
       {&names.cache, "cache"},
       {&names.in_graph, "in_graph"},
       {&names.frozen, "frozen"},

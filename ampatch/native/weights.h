@@ -1,4 +1,4 @@
-// The node that casts weights, FP32 in, half copies out; and their slots in modules.
+// The node that casts FP32 weights to half copies, and the slots of weights in modules.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -30,7 +30,7 @@ bool is_jit_or_fx_traced() {
       c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
 }
 
-// FP32 weights in, half copies out; a missing gradient is passed on as missing.
+// Casts FP32 weights to half copies.  A missing gradient is passed on as missing.
 struct CastTogether : public torch::autograd::Function<CastTogether> {
   static constexpr bool is_traceable = true;  // compiled autograd may trace the node
 
@@ -67,43 +67,43 @@ constexpr uint64_t kHighSequenceNr = uint64_t{1} << 62;  // as in torch_private/
 
 // Makes one new node the `grad_fn` of half copies; its edges lead to their weights.
 template <typename Node>
-void set_cast_node(variable_list halves, const variable_list& weights) {
+void set_cast_node(variable_list half_copies, const variable_list& weights) {
   auto node = c10::make_intrusive<Node>();
   node->ctx_.set_materialize_grads(false);
   node->is_variable_input_.assign(weights.size(), true);
   node->set_ctx_grad_fn(node);
   node->set_next_edges(torch::autograd::collect_next_edges(weights));
-  torch::autograd::set_history(halves, node);
+  torch::autograd::set_history(half_copies, node);
 }
 
-// Half copies of weights, made by one node for all weights, or with `own_nodes` by one node for each.
+// Half copies of weights, made by one node for all weights, or, with `own_nodes`, by one for each.
 // Each node gets a high sequence number, so it runs as soon as it is ready.  If this torch holds
 // nodes by intrusive_ptr, the node is built here: Function::apply would also record output sizes, to
 // materialize missing gradients.  `Target` and `Node` are template parameters so that the first
 // branch is compiled only where it is taken: with another torch it is an error.
 template <typename Target, typename Node>
 variable_list cast_in_graph(const variable_list& weights, ScalarType dtype, bool own_nodes) {
-  variable_list halves;
+  variable_list half_copies;
   if constexpr (std::is_same_v<Target, c10::intrusive_ptr<torch::autograd::Node>>) {
-    halves = copies_of(weights, dtype);
-    if (!own_nodes) set_cast_node<Node>(halves, weights);
+    half_copies = copies_of(weights, dtype);
+    if (!own_nodes) set_cast_node<Node>(half_copies, weights);
     for (size_t i = 0; own_nodes && i < weights.size(); ++i) {
-      set_cast_node<Node>({halves[i]}, {weights[i]});
+      set_cast_node<Node>({half_copies[i]}, {weights[i]});
     }
   } else if (!own_nodes) {
-    halves = CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
+    half_copies = CastTogether::apply(at::TensorList(weights), static_cast<int64_t>(dtype));
   } else {
-    for (const Tensor& weight : weights) halves.push_back(weight.to(dtype));
+    for (const Tensor& weight : weights) half_copies.push_back(weight.to(dtype));
   }
-  const size_t nodes = own_nodes ? halves.size() : 1;
+  const size_t nodes = own_nodes ? half_copies.size() : 1;
   for (size_t i = 0; i < nodes; ++i) {
-    if (const auto node = halves[i].grad_fn()) node->set_sequence_nr(kHighSequenceNr);
+    if (const auto node = half_copies[i].grad_fn()) node->set_sequence_nr(kHighSequenceNr);
   }
-  return halves;
+  return half_copies;
 }
 
 // cast_weights(weights, dtype, own_nodes): returns half copies of a list of FP32 weights.
-// In Python: `_cast_weights` of `casting/half_copies.py`.
+// In Python: `_cast_weights_in_python` of `casting/half_copies.py`.
 PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
@@ -114,16 +114,16 @@ PyObject* cast_weights(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   const bool is_enabled = at::GradMode::is_enabled();
   const bool in_graph = is_enabled &&
       std::any_of(weights.begin(), weights.end(), [](const Tensor& weight) { return weight.requires_grad(); });
-  variable_list halves;
+  variable_list half_copies;
   {
     pybind11::gil_scoped_release no_gil;
-    halves = in_graph ? cast_in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
+    half_copies = in_graph ? cast_in_graph<EdgeTarget, CastNode>(weights, dtype, args[2] == Py_True)
                       : copies_of(weights, dtype);
-    for (size_t i = 0; !is_enabled && i < halves.size(); ++i) {
-      require_grad_as(weights[i], halves[i]);
+    for (size_t i = 0; !is_enabled && i < half_copies.size(); ++i) {
+      require_grad_as(weights[i], half_copies[i]);
     }
   }
-  return list_of(std::move(halves));
+  return list_of(std::move(half_copies));
   END_HANDLE_TH_ERRORS
 }
 
@@ -175,7 +175,7 @@ PyObject* set_observers(PyObject*, PyObject* list) {
   END_HANDLE_TH_ERRORS
 }
 
-bool are_lists(PyObject* const* args, Py_ssize_t count) {
+bool are_lists_of_equal_size(PyObject* const* args, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!PyList_CheckExact(args[i]) || PyList_GET_SIZE(args[i]) != PyList_GET_SIZE(args[0])) {
       return false;
@@ -198,7 +198,7 @@ PyObject* item_at(PyObject* list, PyObject* number) {
 PyObject* set_entries(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      nargs == 5 && are_lists(args, 3) && PyList_CheckExact(args[3]) &&
+      nargs == 5 && are_lists_of_equal_size(args, 3) && PyList_CheckExact(args[3]) &&
           (args[4] == Py_None || PyList_CheckExact(args[4])),
       "set_entries(dicts: list, names: list, indices: list, values: list, expected: list | None)");
   const Py_ssize_t size = PyList_GET_SIZE(args[0]);

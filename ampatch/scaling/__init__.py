@@ -4,7 +4,7 @@ Where to look first:
 
 * the loss scale, static or dynamic: `loss_scaler`; how it grows and backs off: `scale_value`; its
   entry in a state dict: `scaler_entries`;
-* the body of `scale_loss`: `scaled_backward`; the gradients of one optimizer from the block to the
+* the body of `scale_loss`: `scale_loss_block`; the gradients of one optimizer from the block to the
   step: `gradients`; work that `delay_unscale` and `delay_overflow_check` put off: `delayed`;
 * lists of gradients, unscaled and multiplied: `unscaling`;
 * the step itself: `optimizer`; special cases of classes of optimizers: the folder `optimizers`;

@@ -3,25 +3,36 @@
 [Note: states of gradients]
 `OptimizerGradients.state` says what the optimizer's parameters have in `.grad`.
 
-    NOT_SCALED  no gradients, or complete FP32 gradients from outside of blocks
+    NOT_SCALED  no gradients, or complete gradients without a check: from outside of blocks, of a
+                static scale, or of `delay_overflow_check`, whose check comes at the step
     SCALED      gradients multiplied by a loss scale: a `scale_loss` block is open (`block` is set),
                 or a block with `delay_unscale` has ended (`applied_scale` is set)
-    UNSCALED    complete gradients of blocks, divided by the loss scale: finite, or a step has
-                consumed their `check`
-    FOUND_INF   as UNSCALED, but the next step is skipped if `check.found_inf` is set.  `found_inf`
-                is True, or a device tensor that the host has not read
+    UNSCALED    complete gradients of blocks, divided by the loss scale, and no skip is pending:
+                they were finite, or a step has consumed their `check`
+    FOUND_INF   as UNSCALED, but the next step may skip: `check.found_inf` is True, or a device
+                tensor that can be 0
 
-    NOT_SCALED, UNSCALED, FOUND_INF -> SCALED   `begin_block`: a block opens
-    SCALED -> UNSCALED, FOUND_INF     `after_backward`; for gradients of `delay_unscale`
+    any but SCALED -> SCALED          `begin_block`: a block opens
+    SCALED -> any but SCALED          `after_backward`; for gradients of `delay_unscale`
                                       `delayed.unscale_delayed`, before a step or clipping
-    SCALED -> the state before        `abandon`: the block raised, or the next one began
-    UNSCALED, FOUND_INF -> UNSCALED   `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `on_zero_grad`; `drop_all`: unscaling was interrupted
+    SCALED -> the state before        `abandon`: the block raised, or the next one began.  Earlier
+                                      gradients that were scaled in `.grad` stay SCALED
+    NOT_SCALED -> UNSCALED            `keep_check`, `keep_flag`, as in the next row
+    NOT_SCALED, UNSCALED -> FOUND_INF `keep_check`: a check of `delay_overflow_check`, at the step;
+                                      `keep_flag`: the flag of optimizers that skip together
+    UNSCALED -> FOUND_INF             `recheck`: an inf that is left over or averaged in
+    UNSCALED -> NOT_SCALED            `recheck`: the gradients that a step has used are gone
+    FOUND_INF -> UNSCALED             `take_found_inf`: a step, taken or skipped
+    any -> NOT_SCALED                 `on_zero_grad`, `on_zeroed_elsewhere`, outside of blocks;
+                                      `drop_all`: unscaling was interrupted
 
-During a block complete earlier gradients move from `.grad` to `OptimizerBlock.saved`, so that the
-new gradients can be unscaled by themselves.  Scaled earlier gradients stay in `.grad`: in the block
-a script reduces, reads or clips the sum.  With several ranks complete earlier gradients stay in
-`.grad` too, multiplied by the scale of the new ones: one all-reduce serves both.
+During a block, complete gradients of earlier blocks move from `.grad` to `OptimizerBlock.saved`, so
+that the new gradients can be unscaled by themselves.  With several ranks, they stay in `.grad`,
+multiplied by the scale of the new ones, because one all-reduce serves both.  Scaled earlier
+gradients stay in `.grad` too: in the block a script reduces, reads or clips the sum.
+
+If optimizers of a block share a parameter, the first of the block's members that has it is the
+owner of its gradient: only the owner scales and unscales it.
 """
 
 from __future__ import annotations
@@ -68,7 +79,7 @@ class OverflowCheck:
     is_all_reduced: bool  # all processes share the flag
     # The flag of gradients that are newer than the last step; None: there are no such gradients.
     found_inf_since_step: OverflowFlag | None
-    includes_stepped: bool = False  # some gradients were there at the last step: see `recheck`
+    includes_used: bool = False  # a step has already used some of these gradients: see `recheck`
     is_consumed: bool = False  # a step has read the flag
 
     def merged_with(self, earlier: OverflowCheck) -> OverflowCheck:
@@ -81,7 +92,7 @@ class OverflowCheck:
         if new is not None and earlier.found_inf_since_step is not None:
             new = either(earlier.found_inf_since_step, new)
         found_inf = either(earlier.found_inf, self.found_inf)
-        return OverflowCheck(found_inf, scaler, is_all_reduced, new, earlier.includes_stepped)
+        return OverflowCheck(found_inf, scaler, is_all_reduced, new, earlier.includes_used)
 
 
 class GradSnapshot(NamedTuple):
@@ -96,9 +107,8 @@ class GradSnapshot(NamedTuple):
 class OptimizerBlock:
     """An open `scale_loss` block of one optimizer; see the note of states."""
 
-    # By parameter id: the first optimizer of the block that has the parameter; it alone unscales
-    # the gradient.
-    first_optimizer_of: dict[int, OptimizerGradients]
+    # By parameter id: the owner of its gradient; {} if the members share no parameter.
+    owner_of: dict[int, OptimizerGradients]
     saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
     before: GradSnapshot | None = None  # the earlier gradients, if they stay in `.grad`
 
@@ -112,20 +122,19 @@ class AppliedScale:
     generation: int  # of the scaler, when `scale` was read
     members: list[OptimizerGradients] = dataclasses.field(default_factory=list)
 
-    def add_member(self, gradients: OptimizerGradients, complete: list[Any]) -> None:
-        """Add an optimizer; multiply its `complete` gradients by this scale, in place."""
+    def add_member(self, member: OptimizerGradients, complete: list[Any]) -> None:
+        """Add a member; multiply its `complete` gradients by this scale, in place."""
         self.scaler.scale_grads_(complete, self.scale)
-        gradients.applied_scale = self
-        if gradients not in self.members:
-            self.members.append(gradients)
+        member.applied_scale = self
+        if member not in self.members:
+            self.members.append(member)
 
 
 class OptimizerGradients:
     """The gradients of `optimizer`, through blocks, steps and `zero_grad`.
 
-    The ranks of `process_group` share their overflow flag in each block.  If optimizers of a block
-    share a parameter, only the first of them unscales its gradient (`find_first_optimizers`).
-    `members` in this package are the `OptimizerGradients` of several optimizers.
+    The ranks of `process_group` share their overflow flag in each block.  In this package a
+    `member` is one `OptimizerGradients`, and `members` are those of several optimizers.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None) -> None:
@@ -181,27 +190,28 @@ class OptimizerGradients:
 
     def begin_block(
         self,
-        earlier: list[Tensor],
+        params_with_earlier: list[Tensor],
         shared_scale: AppliedScale,
-        first_optimizer_of: dict[int, OptimizerGradients],
+        owner_of: dict[int, OptimizerGradients],
     ) -> OptimizerBlock:
         """Open a block.
 
-        `earlier`: the parameters that already have gradients.  Those gradients are saved in the
-        block, or are scaled and stay in `.grad`.
+        `params_with_earlier`: the parameters that already have gradients.  Those gradients are
+        saved in the block, or are scaled and stay in `.grad`.
         """
-        if not earlier:
+        params = params_with_earlier
+        if not params:
             self.applied_scale = None
             self._forget()
-        stays = bool(earlier) and (self.applied_scale is not None or world_size() > 1)
-        if first_optimizer_of:
-            earlier = self._own_params(earlier, first_optimizer_of)
-        saved = [] if stays else [(param, param.grad) for param in earlier]
+        stays = bool(params) and (self.applied_scale is not None or world_size() > 1)
+        if owner_of:
+            params = self._own_params(params, owner_of)
+        saved = [] if stays else [(param, param.grad) for param in params]
         # From here on `abandon` puts `saved` back.
-        self.block = block = OptimizerBlock(first_optimizer_of, saved)
+        self.block = block = OptimizerBlock(owner_of, saved)
         self.block_count += 1
         if stays and self.applied_scale is None:
-            shared_scale.add_member(self, list(map(_grad_of, earlier)))
+            shared_scale.add_member(self, list(map(_grad_of, params)))
         block.before = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
@@ -220,7 +230,7 @@ class OptimizerGradients:
         `is_delayed`: the caller keeps the check (`delay_overflow_check`).
         """
         self.applied_scale = None
-        check = self.unscale(scaler, scale, block.first_optimizer_of)
+        check = self.unscale(scaler, scale, block.owner_of)
         if check is not None and not is_delayed:
             self.keep_check(check)
         self.block = None
@@ -241,7 +251,7 @@ class OptimizerGradients:
                 type(self.optimizer).__name__,
             )
         else:
-            for param in self._own_params(self.parameters(), block.first_optimizer_of):
+            for param in self._own_params(self.parameters(), block.owner_of):
                 param.grad = None
             for param, grad in block.saved:
                 param.grad = grad
@@ -257,7 +267,7 @@ class OptimizerGradients:
     # Unscaling
 
     def unscale(
-        self, scaler: Scaler, scale: Any, first_optimizer_of: dict[int, OptimizerGradients]
+        self, scaler: Scaler, scale: Any, owner_of: dict[int, OptimizerGradients]
     ) -> OverflowCheck | None:
         """Unscale the gradients and check them for overflow.  Returns None if none was checked.
 
@@ -265,12 +275,10 @@ class OptimizerGradients:
         unscaling them with a scale of 1.
         """
         params = self.parameters()
-        own_params = self._own_params(params, first_optimizer_of) if first_optimizer_of else params
+        own_params = self._own_params(params, owner_of) if owner_of else params
         check = self._unscale(scaler, own_params, scale)
         if len(own_params) < len(params):
-            others = [
-                param for param in params if first_optimizer_of.get(id(param), self) is not self
-            ]
+            others = [param for param in params if owner_of.get(id(param), self) is not self]
             second = self._unscale(scaler, others, scale / scale)
             check = second.merged_with(check) if check and second else check or second
         return check
@@ -293,17 +301,17 @@ class OptimizerGradients:
         return OverflowCheck(found_inf, scaler, are_all, found_inf_since_step=found_inf)
 
     def _own_params(
-        self, params: Sequence[Tensor], first_optimizer_of: dict[int, OptimizerGradients]
+        self, params: Sequence[Tensor], owner_of: dict[int, OptimizerGradients]
     ) -> list[Tensor]:
         """The `params` whose gradients this optimizer scales and unscales."""
-        return [param for param in params if first_optimizer_of.get(id(param), self) is self]
+        return [param for param in params if owner_of.get(id(param), self) is self]
 
     def keep_check(self, check: OverflowCheck) -> None:
         """Keep a check until the step."""
         self.check = check if self.check is None else check.merged_with(self.check)
 
     def keep_flag(self, found_inf: OverflowFlag, scaler: Scaler) -> None:
-        """Keep an overflow flag that not all processes have shared, as a check."""
+        """Keep an overflow flag as a check: with several processes the step checks again."""
         self.keep_check(
             OverflowCheck(found_inf, scaler, is_all_reduced=False, found_inf_since_step=found_inf)
         )
@@ -312,8 +320,8 @@ class OptimizerGradients:
         """Check gradients again if their check may no longer hold.
 
         A check no longer holds after a step without `zero_grad`, because an inf may be left in the
-        gradients.  With several processes it may not hold either: the script may have averaged
-        another rank's inf into them.  Returns found_inf, or None if nothing was checked.
+        gradients.  With several processes, the script may also have averaged another rank's
+        inf into them.  Returns found_inf, or None if nothing was checked.
         """
         earlier = self.check
         if earlier is None or self.block is not None or self.applied_scale is not None:
@@ -331,7 +339,7 @@ class OptimizerGradients:
             return None
         if earlier.is_consumed:
             check.found_inf_since_step = None
-            check.includes_stepped = True
+            check.includes_used = True
         self.keep_check(check)
         return check.found_inf
 
@@ -342,7 +350,7 @@ class OptimizerGradients:
         device.
         """
         check = self.check
-        if check is None or not check.includes_stepped:
+        if check is None or not check.includes_used:
             return False
         return check.found_inf_since_step is None or not is_set(check.found_inf_since_step)
 
@@ -364,11 +372,11 @@ class OptimizerGradients:
         if (block := self.block) is None:
             return
         block.saved = []
-        if block.first_optimizer_of:
+        if block.owner_of:
             # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
-            for gradients in dict.fromkeys(block.first_optimizer_of.values()):
-                gradients.on_zeroed_elsewhere(zeroed)
+            for member in dict.fromkeys(block.owner_of.values()):
+                member.on_zeroed_elsewhere(zeroed)
 
     def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
         """Drop saved gradients of these parameters (ids); if none is left, forget the overflow."""
@@ -428,14 +436,13 @@ class OptimizerGradients:
         self.scaled_by_other_block = False
 
 
-def find_first_optimizers(members: Sequence[OptimizerGradients]) -> dict[int, OptimizerGradients]:
+def find_owners(members: Sequence[OptimizerGradients]) -> dict[int, OptimizerGradients]:
     """Map the id of each parameter to the first of `members` that has it; {} if none is shared.
 
-    Only this optimizer scales and unscales the gradient.  After an overflow in it all optimizers
-    that have the parameter skip.
+    After an overflow in its gradient, all optimizers that have the parameter skip.
     """
     if len(members) < 2:
         return {}
-    pairs = [(id(param), gradients) for gradients in members for param in gradients.parameters()]
-    first_optimizer_of = dict(reversed(pairs))
-    return first_optimizer_of if len(first_optimizer_of) < len(pairs) else {}
+    pairs = [(id(param), member) for member in members for param in member.parameters()]
+    owner_of = dict(reversed(pairs))
+    return owner_of if len(owner_of) < len(pairs) else {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.scale_settings import SCALE_SETTING_NAMES, ScaleSettings, invertible
+from ..config.scale_settings import SCALE_SETTING_NAMES, ScaleSettings, checked_static_scale
 from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
@@ -37,7 +37,7 @@ def checked_entry(what: str, entry: Any, settings: ScaleSettings | None) -> dict
         )
     saved_settings = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
     if settings is not None:
-        settings.changed(what, saved_settings)
+        settings.with_changes(what, saved_settings)  # raises if a saved setting is wrong
     return {
         **saved_settings,
         "loss_scale": positive_number(
@@ -60,7 +60,7 @@ class StaticScaler:
     settings = None
 
     def __init__(self, value: float = 1.0, is_needed: bool = True) -> None:
-        self._value = invertible(value)
+        self._value = checked_static_scale(value)
         self._is_needed = is_needed
         self.generation = 0
 
@@ -90,7 +90,7 @@ class StaticScaler:
 
     def set(self, value: float) -> None:
         """Set the scale.  Raises `ValueError` if FP32 cannot hold or invert it."""
-        self._value = invertible(value)
+        self._value = checked_static_scale(value)
         self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,8 +192,8 @@ class DynamicScaler:
     def has_overflow(self) -> bool:
         """Whether gradients that were unscaled since the last `update` have overflowed.
 
-        Right after an `update`: gradients that were unscaled before it.  Synchronizes with the
-        device.
+        Right after an `update` it covers the gradients that were unscaled before it.  Synchronizes
+        with the device.
         """
         return any(map(is_set, self._flags))
 
@@ -203,7 +203,7 @@ class DynamicScaler:
         self._has_updated = False
 
     def update(self, flags: list[OverflowFlag]) -> None:
-        """Count one step with these overflow flags and update the scale; no flags, no step."""
+        """Update the scale for one step with these overflow flags; an empty list counts no step."""
         self._has_updated = True
         if not flags:
             return
@@ -234,7 +234,7 @@ class DynamicScaler:
 
         Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.
         """
-        self.settings = self.settings.changed(what, changes)
+        self.settings = self.settings.with_changes(what, changes)
         self._changed.update(changes)
         if "init_scale" in changes:
             self._fill(self.settings.init_scale, 0)
@@ -264,7 +264,7 @@ class DynamicScaler:
             )
             return
         loaded = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
-        self.settings = self.settings.changed("loss scaler", loaded)
+        self.settings = self.settings.with_changes("loss scaler", loaded)
         self._changed.update(loaded)
         self._fill(entry["loss_scale"], entry["unskipped"])
 

@@ -48,7 +48,8 @@ class SessionForOptimizer(Protocol):
     """`call_without_casts(function, ...)` calls a function without casts: the optimizer's step."""
 
     call_with_outer_casts: Callable[..., Any]
-    """`call_with_outer_casts(closure, ...)`: inside `call_without_casts`, with the outer casts."""
+    """`call_with_outer_casts(closure, ...)` calls a closure, inside `call_without_casts`, with the
+    casts that were active before."""
 
     def after_step(self, managed: ManagedOptimizer) -> None:
         """Called after each step, skipped or not."""
@@ -76,11 +77,12 @@ class ManagedOptimizer:
         self.reports = StepReports(optimizer, self.gradients, self.counter)
         self.replaced_state: ReplacedValues = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
-        # Whether the last step was skipped.  Read a tensor late, since reading synchronizes.
+        # Whether the last step was skipped.  A tensor is read late, because reading synchronizes.
         self.skipped: bool | Tensor = False
         self._is_zero_redundancy = is_zero_redundancy(optimizer)
         self._methods = ReplacedMethods(optimizer)
-        self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
+        # `first_step` and `second_step` of SAM.
+        self._sam = TwoSteps(self) if has_two_steps(optimizer) else None
 
     # Replaced methods
 
@@ -100,10 +102,10 @@ class ManagedOptimizer:
             "zero_grad": self._zero_grad,
             "load_state_dict": self._load_state_dict,
         }
-        if self._two_steps is not None:
+        if self._sam is not None:
             replacements |= {
-                "first_step": self._two_steps.first,
-                "second_step": self._two_steps.second,
+                "first_step": self._sam.first,
+                "second_step": self._sam.second,
             }
         for name, replacement in replacements.items():
             if hasattr(self.optimizer, name):
@@ -125,7 +127,7 @@ class ManagedOptimizer:
     def _step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if args or kwargs:
             script_closures, new_args, new_kwargs = closures.wrap_closures(
-                args, kwargs, self._with_casts
+                args, kwargs, self._wrap_closure
             )
             if script_closures and closures.evaluates_first(self.optimizer):
                 with torch.enable_grad():
@@ -152,7 +154,9 @@ class ManagedOptimizer:
         self.after_step()
         return result
 
-    def _with_casts(self, closure: Callable) -> Callable:
+    def _wrap_closure(self, closure: Callable) -> Callable:
+        """Run the closure with the casts around the step, then unscale what it left scaled."""
+
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             loss = self.session.call_with_outer_casts(closure, *args, **kwargs)

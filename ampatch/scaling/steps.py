@@ -146,7 +146,7 @@ class StepReports:
 
     def record_dtypes(self) -> None:
         """Record the dtypes that parameters have now."""
-        self._take_newly_half()
+        self._update_dtypes()
 
     def after_step(self, session: SessionForReports) -> None:
         """Log the messages about the step that has ended."""
@@ -225,12 +225,12 @@ class StepReports:
         more = f" and {len(bad) - _MAX_NAMES_SHOWN} more" if len(bad) > _MAX_NAMES_SHOWN else ""
         return (
             ", ".join(bad[:_MAX_NAMES_SHOWN]) + more
-        ) or "none on this rank any more (they were zeroed, or are on another rank)"
+        ) or "none on this rank now (they were zeroed, or are on another rank)"
 
     def _warn_without_block(self) -> None:
         """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Steps at a learning rate of 0 are no reason: libraries create an optimizer's state by one.
+        Not after a step at learning rate 0: libraries take such a step to create optimizer states.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
@@ -246,7 +246,7 @@ class StepReports:
 
     def _warn_of_new_half(self, session: SessionForReports) -> None:
         """Warn about parameters that became half after `initialize`, except by an opt level."""
-        if not (params := self._take_newly_half()):
+        if not (params := self._update_dtypes()):
             return
         names = session.parameter_names()
         converted = session.converted_ids()
@@ -255,7 +255,7 @@ class StepReports:
                 logger.warning(
                     "%s: %s, of shape %s, was FP32 and is %s now: the script replaced its .data "
                     "(some losses cast their weight to the dtype of their inputs). The weight "
-                    "has no FP32 master weight any more, so small updates are lost. Give that "
+                    "no longer has an FP32 master weight, so small updates are lost. Give that "
                     "code FP32 inputs (embeddings.float()), or let it compute with "
                     "weight.to(x.dtype).",
                     self._name,
@@ -264,8 +264,8 @@ class StepReports:
                     param.dtype,
                 )
 
-    def _take_newly_half(self) -> list[tuple[str, Tensor]]:
-        """Parameters, with paths, that became half since an earlier call; each is returned once."""
+    def _update_dtypes(self) -> list[tuple[str, Tensor]]:
+        """Record dtypes.  Returns parameters, with paths, that became half since the last call."""
         params = []
         for path, param in self._params_with_paths():
             first = self._first_dtypes.setdefault(id(param), param.dtype)

@@ -41,7 +41,7 @@ __all__ = [
     "edit_tables",
     "evaluates_first",
     "ignore_region",
-    "in_step",
+    "in_framework_step",
     "listed_function",
     "load_entries",
     "make_scaler",
@@ -52,7 +52,7 @@ __all__ = [
     "open_sessions",
     "release_model",
     "replacement_of",
-    "scaling_or_latest_sessions",
+    "scaling_or_newest_sessions",
     "session_of",
     "stop_observing_casts",
     "tensors_within",
@@ -72,26 +72,26 @@ def open_sessions() -> list[Session]:
     return list(registry.sessions)
 
 
-def scaling_or_latest_sessions() -> list[Session]:
-    """The sessions that have optimizers, newest last, or if there are none, the one opened last."""
+def scaling_or_newest_sessions() -> list[Session]:
+    """The sessions that have optimizers, newest last, or, if there are none, the newest session."""
     return registry.scaling_sessions() or registry.sessions[-1:]
 
 
 def open_automatic_session(properties: Properties) -> tuple[Session, OutermostForwards]:
     """Open a session without models, for a script that writes no `scale_loss`.
 
-    Returns `(session, forwards)`.  The caller scales each backward pass with
-    `session.scaled_backward`, and replaces `nn.Module.__call__` by
-    `forwards.around(nn.Module.__call__)`.  Calls are cast on accelerators, and on the devices of
-    optimizers that `manage_optimizer` adds.
+    Returns `(session, outermost_forwards)`.  The caller scales each backward pass with
+    `session.scale_loss_block`, and replaces `nn.Module.__call__` with
+    `outermost_forwards.around(nn.Module.__call__)`.  Calls are cast on accelerators, and on the
+    devices of optimizers that `manage_optimizer` adds.
     """
     session = Session(properties)
     session.scales_automatically = True
-    session.forwards = OutermostForwards(session.policies.tables_policy, registry.state)
+    session.outermost_forwards = OutermostForwards(session.policies.tables_policy, registry.state)
     session.open([], [])
     session.policies.cast_on_accelerators()
     registry.refresh()
-    return session, session.forwards
+    return session, session.outermost_forwards
 
 
 @contextlib.contextmanager
@@ -112,14 +112,14 @@ def release_model(model: nn.Module) -> None:
         registry.close_empty()
 
 
-def in_step(model: nn.Module) -> AbstractContextManager[None]:
+def in_framework_step(model: nn.Module) -> AbstractContextManager[None]:
     """Context manager around a framework's step: a method of a managed model, not its forward.
 
     At O2 and O3 the code of the step is outside the model: submodules that the step calls get half
     inputs and return FP32.
     """
     managed = registry.objects.managed(model)
-    return contextlib.nullcontext() if managed is None else managed.in_step()
+    return contextlib.nullcontext() if managed is None else managed.in_framework_step()
 
 
 # Optimizers

@@ -1,4 +1,4 @@
-"""The process's registry: which session manages a model or an optimizer, and by which object."""
+"""The process's registry: which session manages a model or an optimizer, through which object."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from typing import Any, Generic, TypeVar
 
 from ..models.managed_model import ManagedModel
 
-Session = TypeVar("Session")
+SessionT = TypeVar("SessionT")
 Managed = TypeVar("Managed")
 ManagedRefs = dict[int, "weakref.ref[Managed]"]
 """Weak references to the managed counterparts, by the id of the user's object.
 
-In a disabled session the counterpart is the object itself.
+In a disabled session, the counterpart is the object itself.
 """
 
 
-class ObjectRegistry(Generic[Session]):
+class ObjectRegistry(Generic[SessionT]):
     """The session and the managed counterpart of each object that was passed to `initialize`.
 
-    The object (by its hooks or methods) and its counterpart refer to each other.  The registry has
+    The object (in its hooks or methods) and its counterpart refer to each other.  The registry has
     a weak reference to the counterpart: when the user's code drops the object, both are collected,
-    and the entry is removed.  In a disabled session an object is its own counterpart.  An object is
-    in one session at a time: the session that called `put` last.
+    and the entry is removed.  In a disabled session, an object is its own counterpart.  An object
+    is in one session at a time, the one that called `put` last.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Session, weakref.ref]] = {}
+        self._entries: dict[int, tuple[SessionT, weakref.ref]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, obj: Any, session: Session, managed: Managed) -> weakref.ref[Managed]:
+    def put(self, obj: Any, session: SessionT, managed: Managed) -> weakref.ref[Managed]:
         """Record that `obj` is in `session`.  Returns a weak reference to its counterpart."""
         key = id(obj)
         entries = self._entries
 
         def collected(counterpart: weakref.ref) -> None:
-            entry = entries.get(key)
-            if entry is not None and entry[1] is counterpart:
+            _, current = entries.get(key, (None, None))
+            if current is counterpart:
                 del entries[key]
 
         ref = weakref.ref(managed, collected)
         entries[key] = (session, ref)
         return ref
 
-    def remove(self, key: int, session: Session) -> None:
+    def remove(self, key: int, session: SessionT) -> None:
         """Remove the entry of an object (its id), unless another session than `session` has it."""
-        entry = self._entries.get(key)
-        if entry is not None and entry[0] is session:
+        owner, _ = self._entries.get(key, (None, None))
+        if owner is session:
             del self._entries[key]
 
-    def find(self, obj: Any) -> tuple[Session, Any] | None:
+    def find(self, obj: Any) -> tuple[SessionT, Any] | None:
         """Return `(session, counterpart)`, or None if the object is in no session.
 
         The counterpart is None in a disabled session.
@@ -59,12 +59,13 @@ class ObjectRegistry(Generic[Session]):
         entry = self._entries.get(id(obj))
         if entry is None:
             return None
-        managed = entry[1]()
-        if managed is None:  # collected: `collected` is about to remove the entry
+        session, counterpart = entry
+        managed = counterpart()
+        if managed is None:  # garbage-collected: `collected` is about to remove the entry
             return None
-        return entry[0], None if managed is obj else managed
+        return session, None if managed is obj else managed
 
-    def find_optimizer(self, optimizer: Any) -> tuple[Session, Any] | None:
+    def find_optimizer(self, optimizer: Any) -> tuple[SessionT, Any] | None:
         """Like `find`, but for an optimizer or a framework's object that wraps one."""
         entry = self.find(optimizer)
         if entry is None:
@@ -90,15 +91,15 @@ class ObjectRegistry(Generic[Session]):
             candidate = inner
         return candidate
 
-    def session_of(self, obj: Any) -> Session | None:
+    def session_of(self, obj: Any) -> SessionT | None:
         """The session that an object is in, or None."""
-        entry = self.find(obj)
-        return None if entry is None else entry[0]
+        session, _ = self.find(obj) or (None, None)
+        return session
 
     def managed(self, obj: Any) -> Any:
         """The managed counterpart of an object, or None."""
-        entry = self.find(obj)
-        return None if entry is None else entry[1]
+        _, managed = self.find(obj) or (None, None)
+        return managed
 
 
 def live_counterparts(*entries: ManagedRefs[Managed]) -> list[Managed]:

@@ -1,4 +1,4 @@
-"""Observers: objects that are notified of events in the sessions."""
+"""Observers: objects that are notified of events in the sessions (`api.observe` lists them)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..scaling.scaled_backward import refuse_attribute
+from ..scaling.scale_loss_block import refuse_attribute
 
 
 class Observers:

@@ -38,7 +38,7 @@ class Policies:
         model_dtype = properties.cast_model_type
         self.half_dtype = model_dtype if model_dtype in HALF_DTYPES else properties.dtype
         self.tables_policy = Policy(
-            half_to=self.half_dtype,
+            half_rows_to=self.half_dtype,
             functions=functions,
             allow_banned=properties.allow_banned,
             devices=initial_cast_devices(),
@@ -74,7 +74,7 @@ class Policies:
             self.tables_policy.devices |= devices
 
     def cast_on_accelerators(self) -> None:
-        """Cast on all accelerators, and on the devices of later `cast_on`.  For no models."""
+        """Cast on accelerators and on devices of later `cast_on`.  For sessions without models."""
         self.tables_policy.devices = initial_cast_devices()
         self.cast_on(set(device_types()) - {"cpu"})
 
@@ -100,7 +100,7 @@ def _has_half_or_parameter(owner_maps: Sequence[ParameterOwners]) -> Callable[[t
     def is_parameter(tensor: Tensor) -> bool:
         for owners in owner_maps:
             owner = owners.get(id(tensor))
-            if owner is not None and getattr(owner[0](), owner[1], None) is tensor:
+            if owner is not None and getattr(owner.module(), owner.name, None) is tensor:
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""Ranks under DDP must have the same settings and loss scales: DDP averages only gradients."""
+"""DDP averages only gradients, so its ranks must have the same settings and loss scales."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _describe_settings(session: Any) -> str:
 
 def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
     """Raise `AmpatchError` for a model whose ranks would get different loss scales in `join`."""
-    scaling = [session for session in sessions if session.has_losses()]
+    scaling = [session for session in sessions if session.scales_losses()]
     if any(s.checks_for_overflow() or s.process_group is not None for s in scaling):
         raise AmpatchError(
             f"{type(model).__name__}.join(): a rank without data does not see an overflow of the "

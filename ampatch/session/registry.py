@@ -18,7 +18,7 @@ from ..config.opt_levels import HALF_DTYPES, Properties
 from ..errors import AmpatchError, UndoAll
 from ..models.managed_model import ManagedModel
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.optimizers.state import fit_state
+from ..scaling.optimizers.state import match_state_dtypes
 from .object_registry import ManagedRefs, ObjectRegistry, live_counterparts
 from .observers import Observers
 from .policies import Policies, has_mixed_dtypes, limited_to_parameters, outside_backward
@@ -35,50 +35,50 @@ class OpenSession(Protocol):
     is_open: bool
     may_cast: bool
     init_handle: Any
-    forwards: OutermostForwards | None
+    outermost_forwards: OutermostForwards | None
 
     @property
     def models(self) -> list[ManagedModel]: ...
 
     def is_alive(self) -> bool: ...
 
-    def is_empty(self) -> bool: ...
+    def has_released_all(self) -> bool: ...
 
-    def has_losses(self) -> bool: ...
+    def scales_losses(self) -> bool: ...
 
     def policy(self) -> Policy | None: ...
 
     def close(self) -> None: ...
 
 
-Session = TypeVar("Session", bound=OpenSession)
+SessionT = TypeVar("SessionT", bound=OpenSession)
 
 
-class Registry(Generic[Session]):
+class Registry(Generic[SessionT]):
     """The open sessions, newest last, and what they share.
 
     `objects` finds the session and the managed counterpart of a model or an optimizer.
     """
 
     def __init__(self, get_state: Callable[[], CastState]) -> None:
-        self.sessions: list[Session] = []
+        self.sessions: list[SessionT] = []
         self.state = CastState()
         self.installation = Installation(self.state, get_state)
         self.user_functions = RegisteredFunctions(self.installation)
         self.observers = Observers()
-        self.objects: ObjectRegistry[Session] = ObjectRegistry()
+        self.objects: ObjectRegistry[SessionT] = ObjectRegistry()
         self.opens_with_apex_tables = False  # whether new sessions follow apex's op tables
         self._tools = TorchTools(self)
         self.table_edits: list[tuple[str, str, Rule | None]] = []
 
     # Sessions
 
-    def add(self, session: Session) -> None:
+    def add(self, session: SessionT) -> None:
         """Add a session that opens."""
         self.sessions = [*self.sessions, session]
         self.refresh()
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: SessionT) -> None:
         """Remove a session that closes."""
         self.sessions = [other for other in self.sessions if other is not session]
         self.refresh()
@@ -86,7 +86,7 @@ class Registry(Generic[Session]):
     def close_empty(self) -> None:
         """Close sessions that have released all their models and optimizers."""
         for session in list(self.sessions):
-            if session.is_empty():
+            if session.has_released_all():
                 session.close()
 
     def close_all(self) -> None:
@@ -100,8 +100,8 @@ class Registry(Generic[Session]):
         undo.do(self.refresh)
         undo.end()
 
-    def latest(self, user_call: str) -> Session:
-        """The session opened last whose models and optimizers still exist.
+    def newest(self, user_call: str) -> SessionT:
+        """The newest session whose models and optimizers still exist.
 
         Raises `AmpatchError` if there is none.
         """
@@ -114,32 +114,34 @@ class Registry(Generic[Session]):
             )
         return session
 
-    def scaling_sessions(self) -> list[Session]:
+    def scaling_sessions(self) -> list[SessionT]:
         """The sessions that have optimizers, and so use their loss scales, newest last."""
-        return [session for session in self.sessions if session.is_alive() and session.has_losses()]
+        return [
+            session for session in self.sessions if session.is_alive() and session.scales_losses()
+        ]
 
-    def latest_scaling(self, user_call: str) -> Session:
-        """The newest of `scaling_sessions`, or if there are none, the session opened last.
+    def newest_scaling(self, user_call: str) -> SessionT:
+        """The newest of `scaling_sessions`, or, if there are none, the newest session.
 
         Raises `AmpatchError` if no session is open.
         """
         scaling = self.scaling_sessions()
-        return scaling[-1] if scaling else self.latest(user_call)
+        return scaling[-1] if scaling else self.newest(user_call)
 
-    def require_session_of(self, obj: Any, user_call: str) -> Session:
-        """The session of a model or an optimizer.  For None: the session opened last.
+    def require_session_of(self, obj: Any, user_call: str) -> SessionT:
+        """The session of a model or an optimizer.  For None, the newest session.
 
         Raises `AmpatchError` if there is none.
         """
         if obj is None:
-            return self.latest(user_call)
-        entry = self.objects.find(obj) or self.objects.find_optimizer(obj)
-        if entry is None:
+            return self.newest(user_call)
+        session, _ = self.objects.find(obj) or self.objects.find_optimizer(obj) or (None, None)
+        if session is None:
             raise AmpatchError(
                 f"{user_call}: no session has this {type(obj).__name__}. Pass a model or an "
                 "optimizer that was passed to ampatch.initialize, add_models or add_optimizers."
             )
-        return entry[0]
+        return session
 
     def models(self) -> list[ManagedModel]:
         """The managed models of all open sessions."""
@@ -149,11 +151,11 @@ class Registry(Generic[Session]):
         """The managed optimizers of all open sessions."""
         return live_counterparts(*[session.optimizer_entries for session in self.sessions])
 
-    def sessions_of(self, module: nn.Module) -> list[Session]:
+    def sessions_of(self, module: nn.Module) -> list[SessionT]:
         """The enabled sessions that manage weights of a module, or that have no models."""
         param_ids = set(map(id, module.parameters()))
 
-        def manages(session: Session) -> bool:
+        def manages(session: SessionT) -> bool:
             if not (session.properties.enabled and session.model_entries):
                 return session.properties.enabled
             models = [managed.model for managed in session.models]
@@ -167,8 +169,8 @@ class Registry(Generic[Session]):
         """Whether forwards of a managed model have a half copy of this weight."""
         return any(managed.has_half_copy(parameter) for managed in self.models())
 
-    def restore_shared(self, model: nn.Module) -> None:
-        """Make the model's weights FP32 again that another model at O3 has made half.
+    def restore_fp32_weights(self, model: nn.Module) -> None:
+        """Make FP32 again those of the model's weights that another model, at O3, has made half.
 
         To be called before O2 manages the model.
         """
@@ -176,9 +178,9 @@ class Registry(Generic[Session]):
         restored: set[int] = set()
         for managed in self.models():
             if managed.conversions.entries:
-                restored |= managed.restore_shared(param_ids)
+                restored |= managed.restore_fp32_weights(param_ids)
         for optimizer in self.optimizers() if restored else ():
-            fit_state(optimizer.optimizer, restored)
+            match_state_dtypes(optimizer.optimizer, restored)
 
     # Patches and policies
 
@@ -197,12 +199,12 @@ class Registry(Generic[Session]):
         needs_cast_tables = bool(casting)
         model_dtypes = {managed.properties.cast_model_type for managed in self.models()}
         needs_every_level_rows = needs_cast_tables or not model_dtypes.isdisjoint(HALF_DTYPES)
-        overridden = self._overridden() if needs_every_level_rows else {}
-        needed = (needs_every_level_rows, needs_cast_tables, overridden)
+        overridden_functions = self._overridden_functions() if needs_every_level_rows else {}
+        needed = (needs_every_level_rows, needs_cast_tables, overridden_functions)
         tables_change = needed != (
             installation.has_every_level_rows,
             installation.has_cast_tables,
-            installation.overridden,
+            installation.overridden_functions,
         )
         self.state.process_policy = self.state.half_model_policy = None
         if self.sessions:
@@ -210,7 +212,7 @@ class Registry(Generic[Session]):
         if tables_change:
             self._uninstall_tables()
             if needs_every_level_rows:
-                installation.install(needs_cast_tables, overridden)
+                installation.install(needs_cast_tables, overridden_functions)
             if needs_cast_tables:
                 self.user_functions.patch_all()
         self.state.process_policy = self._process_policy(casting)
@@ -221,19 +223,19 @@ class Registry(Generic[Session]):
         if not self.sessions:
             self._tools.uninstall()
 
-    def _process_policy(self, casting: list[tuple[Session, Policy]]) -> Policy | None:
+    def _process_policy(self, casting: list[tuple[SessionT, Policy]]) -> Policy | None:
         """The policy outside managed forwards.  `casting`: the sessions that cast calls.
 
-        If the session opened last has `patch_scope="process"`, every call is cast, otherwise only
-        calls on half tensors and on parameters.
+        If the newest session has `patch_scope="process"`, every call is cast, otherwise only calls
+        on half tensors and on parameters.
         """
         casting = [pair for pair in casting if pair[1].condition is not has_mixed_dtypes]
         if not casting:
             return None
         session, policy = casting[-1]
         newest = [each for each in self.sessions if each.properties.enabled and each.may_cast][-1]
-        if session is newest and session.forwards is not None:
-            policy = dataclasses.replace(policy, condition=session.forwards.condition)
+        if session is newest and session.outermost_forwards is not None:
+            policy = dataclasses.replace(policy, condition=session.outermost_forwards.condition)
         elif session is not newest or session.properties.patch_scope != "process":
             models = live_counterparts(*[each.model_entries for each, _ in casting])
             policy = limited_to_parameters(
@@ -241,16 +243,16 @@ class Registry(Generic[Session]):
             )
         return outside_backward(policy)
 
-    def _overridden(self) -> dict[Any, bool]:
-        """Maps each overridden function to whether a session without cast tables overrides it."""
-        overridden: dict[Any, bool] = {}
+    def _overridden_functions(self) -> dict[Any, bool]:
+        """The new value of `Installation.overridden_functions`."""
+        runs_in_fp32: dict[Any, bool] = {}
         for session in self.sessions:
             has_no_tables = not session.properties.patch_torch_functions
             for function in (
                 session.policies.tables_policy.functions if session.properties.enabled else ()
             ):
-                overridden[function] = overridden.get(function, False) or has_no_tables
-        return overridden
+                runs_in_fp32[function] = runs_in_fp32.get(function, False) or has_no_tables
+        return runs_in_fp32
 
     # The user's own functions, and edits of apex's op tables
 
@@ -265,14 +267,14 @@ class Registry(Generic[Session]):
             raw_attribute(resolve(where), name)
         self.table_edits = edits
 
-    def register(self, owner: object, name: str | None, rule: Rule) -> None:
+    def register(self, place: object, name: str | None, rule: Rule) -> None:
         """Have one of the user's functions follow a rule, in sessions that cast calls."""
-        if self.user_functions.register(owner, name, rule):
+        if self.user_functions.register(place, name, rule):
             self._reinstall()
 
-    def unregister(self, owner: object, name: str | None) -> None:
+    def unregister(self, place: object, name: str | None) -> None:
         """Undo `register`."""
-        self.user_functions.forget(owner, name)
+        self.user_functions.forget(place, name)
         self._reinstall()
 
     def _reinstall(self) -> None:

@@ -26,8 +26,8 @@ from ..models.managed_model import ManagedModel
 from ..scaling.loss_scaler import make_scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.optimizers import zero_redundancy
-from ..scaling.optimizers.state import ReplacedValues, fit_state
-from ..scaling.scaled_backward import PlainBackward, ScaledBackward, with_optimizers_sharing_params
+from ..scaling.optimizers.state import ReplacedValues, match_state_dtypes
+from ..scaling.scale_loss_block import PlainBlock, ScaleLossBlock, with_optimizers_sharing_params
 from .object_registry import ManagedRefs, live_counterparts
 from .policies import Policies
 from .registry import Registry
@@ -69,7 +69,7 @@ class Session:
         self._entries: tuple[ManagedRefs[Any], ...]
         self._entries = (self.model_entries, self.optimizer_entries, self.unmanaged_entries)
         self.has_apex_tables = has_apex_tables
-        self.policies = Policies(properties, self._functions(), registry.state)
+        self.policies = Policies(properties, self._function_rules(), registry.state)
         self.call_without_casts, self.call_with_outer_casts = (
             registry.state.call_without_casts,
             registry.state.call_with_outer_casts,
@@ -81,13 +81,13 @@ class Session:
         self.may_cast = True  # False after `stop_casting`
         # ampatch scales the backward passes of a script that has no `scale_loss`.
         self.scales_automatically = False
-        self.forwards: OutermostForwards | None = None  # set by `open_automatic_session`
+        self.outermost_forwards: OutermostForwards | None = None  # set by `open_automatic_session`
         self.init_handle: Any = None  # the result of `ampatch.init`, if it opened this session
         self.process_group = process_group
         self._had_entries = False
         self.last_loss: Callable[[], Tensor | None] = lambda: None  # a weak reference to the loss
 
-    def _functions(self) -> dict[Any, ChooseDtype]:
+    def _function_rules(self) -> dict[Any, ChooseDtype]:
         """The rules that replace rows of the op tables in this session, by function."""
         installation = registry.installation
         rules = {}
@@ -118,16 +118,16 @@ class Session:
             for ref in list(entries.values()):
                 if ref() is not None:
                     return True
-        return not self._had_entries or self.is_empty()
+        return not self._had_entries or self.has_released_all()
 
-    def has_losses(self) -> bool:
+    def scales_losses(self) -> bool:
         """Whether it has optimizers whose losses it scales, or may get optimizers later."""
         if self.init_handle is not None or self.scales_automatically:
             return True
         return bool(self.optimizers or live_counterparts(self.unmanaged_entries))
 
-    def is_empty(self) -> bool:
-        """Whether all models and optimizers that it had were released.
+    def has_released_all(self) -> bool:
+        """Whether it had models or optimizers, and all of them were released.
 
         Garbage-collected ones do not count as released.
         """
@@ -159,7 +159,7 @@ class Session:
             self.is_open = True
             registry.add(self)
             notify()
-            self._fit_optimizer_states()
+            self._match_all_state_dtypes()
         except BaseException:
             self.close()
             raise
@@ -168,7 +168,7 @@ class Session:
         """Manage more models and optimizers, or none of them if an exception is raised."""
         try:
             self._manage_all(models, optimizers)
-            self._fit_optimizer_states()
+            self._match_all_state_dtypes()
         except BaseException:
             undo = UndoAll("ampatch.add_models(...) or add_optimizers(...) fails")
             for obj in (*optimizers, *models):
@@ -199,7 +199,7 @@ class Session:
             undo.do(managed.uninstall)
         for optimizer in self.optimizers:
             undo.do(optimizer.uninstall)
-            undo.do(_fit_optimizer_state, optimizer, changed)
+            undo.do(_match_state_dtypes, optimizer, changed)
         for entries in self._entries:
             self._remove_entries(entries, *entries)
         self.is_open = False
@@ -215,13 +215,13 @@ class Session:
             changed = managed.converted_ids()
             managed.uninstall()
             for optimizer in self.optimizers:
-                _fit_optimizer_state(optimizer, changed)
+                _match_state_dtypes(optimizer, changed)
         elif isinstance(managed, ManagedOptimizer):
             managed.uninstall()
         self._remove_entries(entries, id(obj))
 
     def policy(self) -> Policy | None:
-        """Return the policy by which this session casts calls, or None if it casts none."""
+        """Return the policy under which this session casts calls, or None if it casts none."""
         if not (self.properties.enabled and self.may_cast):
             return None
         if not self.model_entries:
@@ -231,7 +231,7 @@ class Session:
             return self.policies.tables_policy
         return policies[0] if policies else None
 
-    def _fit_optimizer_states(self) -> None:
+    def _match_all_state_dtypes(self) -> None:
         """Cast the optimizers' states to their parameters' dtypes.
 
         Then drop what a failed `open` would need to undo the changes.
@@ -239,7 +239,7 @@ class Session:
         models, optimizers = self.models, self.optimizers
         converted = self.converted_ids()
         for optimizer in optimizers:
-            _fit_optimizer_state(optimizer, converted, optimizer.replaced_state)
+            _match_state_dtypes(optimizer, converted, optimizer.replaced_state)
         for model in models:
             model.forget_originals()
         for optimizer in optimizers:
@@ -253,7 +253,7 @@ class Session:
 
     def _manage_model(self, model: nn.Module) -> None:
         properties = self.properties
-        overridden, stays_fp32 = module_overrides.precisions(
+        overridden, stays_fp32 = module_overrides.resolve_overrides(
             model, self.overrides.modules, properties
         )
         managed = ManagedModel(
@@ -269,7 +269,7 @@ class Session:
         )
         self._add_entry(self.model_entries, model, managed)
         if properties.uses_half_copies:
-            registry.restore_shared(model)
+            registry.restore_fp32_weights(model)
         managed.convert(stays_fp32)
         managed.warn_of_half_weights()
         managed.install()
@@ -288,7 +288,7 @@ class Session:
         }
 
     def promote_mixed_dtypes(self, managed: ManagedModel) -> None:
-        """From now on cast calls in the model's forward that get both FP32 and half tensors."""
+        """From now on, cast calls in the model's forward that get both FP32 and half tensors."""
         if managed.policy is None:
             managed.policy = self.policies.mixed_dtypes_policy
             self.policies.cast_on({param.device.type for param in managed.model.parameters()})
@@ -318,7 +318,7 @@ class Session:
 
     # Training
 
-    def scaled_backward(
+    def scale_loss_block(
         self,
         loss: Tensor,
         optimizers: list[ManagedOptimizer],
@@ -326,7 +326,7 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """The context manager of `scale_loss`.  At a static scale of 1 it yields the loss."""
+        """The context manager of `scale_loss`.  At a static scale of 1, it yields the loss."""
         scaler = self.scalers[loss_id]
         observers = registry.observers
         for entry in list(self.model_entries.values()):
@@ -338,16 +338,16 @@ class Session:
         if observers.registered:
             observers.notify("on_loss", loss, loss_id)
             observers.notify("on_scale", scaler.peek(), loss_id)
-            observers.notify("on_block", scaler)
+            observers.notify("on_block", scaler)  # internal: for `ampatch.debug`
         block: AbstractContextManager[Tensor]
         if scaler.is_one:
-            block = PlainBackward(loss)
+            block = PlainBlock(loss)
             for optimizer in optimizers:
                 optimizer.gradients.report_scaled_by_other_block()
         else:
             self.last_loss = weakref.ref(loss)
-            optimizers, others = self._with_optimizers_sharing_params(optimizers)
-            block = ScaledBackward(
+            optimizers, others = self._split_optimizers(optimizers)
+            block = ScaleLossBlock(
                 loss,
                 optimizers,
                 scaler,
@@ -359,7 +359,7 @@ class Session:
             )
         return observers.around(block, loss_id) if observers.registered else block
 
-    def _with_optimizers_sharing_params(
+    def _split_optimizers(
         self, optimizers: list[ManagedOptimizer]
     ) -> tuple[list[ManagedOptimizer], list[ManagedOptimizer]]:
         """Return two lists of managed optimizers.
@@ -393,13 +393,13 @@ class Session:
         weight_cache.drop_copies()
         for ref in list(self.model_entries.values()):
             model = ref()
-            if model is not None and model.statistics is not None:
-                model.statistics.after_step(managed.skipped)
+            if model is not None and model.running_statistics is not None:
+                model.running_statistics.after_step(managed.skipped)
         managed.reports.after_step(self)
         if self.observers.registered:
             self.observers.notify("on_step", managed.optimizer, managed.skipped)
 
-    # After a failed `taken_over`
+    # After a failed `take_over`
 
     def restore(
         self,
@@ -416,12 +416,12 @@ class Session:
         for managed_optimizer in optimizers:
             self._add_entry(self.optimizer_entries, managed_optimizer.optimizer, managed_optimizer)
             managed_optimizer.reinstall()
-        self._fit_optimizer_states()
+        self._match_all_state_dtypes()
         registry.refresh()
 
 
 @contextlib.contextmanager
-def taken_over(*objs: Any) -> Iterator[None]:
+def take_over(*objs: Any) -> Iterator[None]:
     """Context manager: releases models and optimizers from the sessions that have them.
 
     On an exception these sessions manage them again, and training can go on.
@@ -441,12 +441,12 @@ def taken_over(*objs: Any) -> Iterator[None]:
         raise
 
 
-def _fit_optimizer_state(
+def _match_state_dtypes(
     managed: ManagedOptimizer, converted: set[int], replaced: ReplacedValues | None = None
 ) -> None:
     """Cast the optimizer's state for converted parameters (ids) to their present dtypes."""
     if converted:
-        fit_state(managed.optimizer, converted, replaced)
+        match_state_dtypes(managed.optimizer, converted, replaced)
         zero_redundancy.rebuild_buckets(managed.optimizer)
 
 

@@ -1,6 +1,6 @@
 """torch's own tools that are replaced while a session is open, and what they need of the sessions.
 
-They are replaced at every level.  In disabled sessions the replacements call the originals.
+They are replaced at every level.  In disabled sessions, the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..models.half_copy_swaps import parameter_of_copy, record_values
 from ..models.managed_model import ManagedModel
 from ..scaling.delayed import skip_together, unscale_before_clipping
 from ..scaling.optimizer import ManagedOptimizer
-from ..scaling.scaled_backward import start_pass_check
+from ..scaling.scale_loss_block import start_pass_check
 from ..torch_private import dynamo
 from ..torch_private.optimizers import notify_of_steps
 from . import ranks
@@ -113,15 +113,15 @@ class TorchTools:
             # TorchScript compiles the original forwards, and warns that it casts nothing
             *torchscript.patches(state),
             # recomputes and backwards have the forward's casts and half copies
-            *context_propagation.checkpoints(state),
-            *context_propagation.custom_functions(state),
+            *context_propagation.checkpoint_patches(state),
+            *context_propagation.function_patches(state),
             # weights in autograd.grad(...) and backward(inputs=...) get nodes of their own;
             # scale_loss blocks check the backward passes that run in them
             *backward_passes.patches(self._record_wanted_grads, start_pass_check),
             # operators with an autocast kernel run under torch's own autocast
             *autocast_kernels.patches(state),
             # replicas of DataParallel run under the policy of the call
-            *context_propagation.replicas(state),
+            *context_propagation.replica_patches(state),
             # DataLoaders prepare data without casts
             *data_loading.patches(state),
             # copies, pickles and state dicts have the parameters, not their half copies
@@ -149,7 +149,7 @@ class TorchTools:
         if parameter_of_copy(tensor) is not None:  # a half copy, during a forward
             return True
         return any(
-            managed.has_had_since_start(tensor) for managed in self._registry.models()
+            managed.had_at_session_start(tensor) for managed in self._registry.models()
         ) or any(
             param is tensor
             for optimizer in self._registry.optimizers()
@@ -159,7 +159,7 @@ class TorchTools:
     def _record_wanted_grads(self, tensors: list[Tensor]) -> bool:
         """Record that the script asks for gradients of these tensors.
 
-        See `WeightUseOrder.record_wanted_grads`.
+        See `WeightUsage.record_wanted_grads`.
         """
         if thread_calls.stack:
             weights = map(parameter_of_copy, tensors)
@@ -173,8 +173,8 @@ class TorchTools:
     def _has_loaded(self, module: nn.Module) -> None:
         """Record the running statistics that `module.load_state_dict` has loaded."""
         for managed in self._registry.models():
-            if managed.statistics is not None:
-                managed.statistics.on_load(module)
+            if managed.running_statistics is not None:
+                managed.running_statistics.on_load(module)
 
     def _unscale_before_clipping(self, tensors: list[Tensor], by_norm: bool) -> None:
         """Unscale gradients of these tensors, which are about to be clipped.
@@ -182,8 +182,8 @@ class TorchTools:
         `by_norm`: whether one norm of all of them clips them.
         """
         param_ids = {id(tensor) for tensor in tensors}
-        all_gradients = [optimizer.gradients for optimizer in self._registry.optimizers()]
-        clipped = [g for g in all_gradients if unscale_before_clipping(g, param_ids)]
+        members = [optimizer.gradients for optimizer in self._registry.optimizers()]
+        clipped = [member for member in members if unscale_before_clipping(member, param_ids)]
         if by_norm:
             skip_together(clipped)
 

@@ -1,6 +1,6 @@
 """torch's own autocast in this thread: its state, its switches, and who in torch queries it.
 
-All by torch's original functions, which were bound at import, before any replacement.
+All functions here call torch's originals, which were bound at import, before any replacement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def call_with_torch_autocast(
 ) -> Any:
     """Call a function with torch's own autocast enabled, without entering a region.
 
-    torch's autocast cache is disabled: inside a region it would outlive the call.
+    torch's autocast cache is disabled, because inside a region it would outlive the call.
     """
     before = (
         is_torch_autocast_enabled(device),

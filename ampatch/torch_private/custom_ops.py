@@ -16,7 +16,7 @@ OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
     if (cls := torch_attribute(path, None)) is not None
 ]
 """The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
-function that returns the full name of an object.  Without the classes such calls are not patched.
+function that returns the full name of an object.  Without the classes, such calls are not patched.
 """
 
 _key_name_of = torch_attribute("torch._C._dispatch_key_for_device", None)
@@ -50,7 +50,7 @@ def base_name(operator: Any) -> str:
 
 
 def is_mutable(operator: Any) -> bool:
-    """Whether an overload writes into its arguments.  Judged by its name if it has no schema."""
+    """Whether an overload writes into its arguments.  Its name decides if it has no schema."""
     schema = getattr(operator, "_schema", None)
     return base_name(operator).endswith("_") if schema is None else schema.is_mutable
 

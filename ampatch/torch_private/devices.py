@@ -29,7 +29,7 @@ _BFLOAT16 = {
     False: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     True: ("_is_mkldnn_bf16_supported",),
 }
-"""torch's functions that return whether the CPU has bfloat16, by whether it is an ARM."""
+"""torch's functions that return whether the CPU has bfloat16, for an ARM (True) or not."""
 
 _marks_of_fork = [
     torch_attribute(f"torch.{name}._is_in_bad_fork", lambda: False)
@@ -78,7 +78,7 @@ def can_read_without_sync(device: torch.device) -> bool:
 def host_computes_in_bfloat16() -> bool:
     """Whether this CPU has bfloat16 instructions.
 
-    Without them torch takes many times as long as in FP32.  False if this torch cannot tell.
+    Without them, torch takes many times as long as in FP32.  False if this torch cannot tell.
     """
     on_arm = platform.machine().lower() in ("aarch64", "arm64")
     known = torch.ops.mkldnn if on_arm else torch.cpu
@@ -86,7 +86,7 @@ def host_computes_in_bfloat16() -> bool:
 
 
 def has_values(device: torch.device) -> bool:
-    """Whether tensors on this device have values: not on "meta"."""
+    """Whether tensors on this device have values.  On "meta" they have none."""
     return device.type != "meta"
 
 

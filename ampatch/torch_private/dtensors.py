@@ -22,7 +22,7 @@ _data: Any = torch.Tensor.data  # torch's own: sessions replace `nn.Parameter.da
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, by its attributes: the class may not be imported."""
+    """Whether a tensor has a DTensor's attributes.  The class is perhaps not imported."""
     return (
         type(tensor) not in PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
     )

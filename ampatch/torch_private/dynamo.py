@@ -53,9 +53,9 @@ def when_imported(call: Callable[[], None]) -> None:
 def gradient_reader_patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """The patches with which Dynamo reads `grad` only of leaves.
 
-    Dynamo reads `grad` of every input tensor of a graph.  torch warns if the tensor is no leaf, as
-    half copies of weights.  Dynamo hides the warning, but under a filter that turns warnings into
-    errors it compiles nothing.
+    Dynamo reads `grad` of every input tensor of a graph.  torch warns if the tensor, such as a half
+    copy of a weight, is no leaf.  Dynamo hides the warning, but under a filter that turns warnings
+    into errors it compiles nothing.
 
     Empty until Dynamo's module is completely imported (a class in it binds the functions), and if
     torch has other functions.

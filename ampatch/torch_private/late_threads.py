@@ -1,6 +1,6 @@
 """Threads of torch that drop Python objects late: of backward passes and of process groups.
 
-A thread takes the interpreter's lock to drop an object.  Before Python 3.14 a process that ends at
+A thread takes the interpreter's lock to drop an object.  Before Python 3.14, a process that ends at
 this moment is aborted ("terminate called without an active exception").
 """
 

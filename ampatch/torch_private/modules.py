@@ -36,7 +36,7 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
 """The methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
 
 APPLY = "_apply"
-"""The method that `.to`, `.half` and `.cuda` call.  Without it conversions are not noticed."""
+"""The method that `.to`, `.half` and `.cuda` call.  Without it, conversions are not noticed."""
 
 PARAMETERS = "_parameters"
 """The attribute of a module with the dict of its parameters."""
@@ -95,7 +95,7 @@ _CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "
 
 
 def swap_parametrize_cache(cache: dict) -> dict | None:
-    """Replace the cache of `parametrize.cached()`.  Returns the previous cache; outside it None."""
+    """Replace the cache of `parametrize.cached()`.  Returns the previous one, or None outside."""
     if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
         return None
     previous, _parametrize._cache = _parametrize._cache, cache
@@ -109,12 +109,12 @@ def submodule_dict(module: nn.Module) -> dict[str, Any]:
 
 
 REPLICA = "_is_replica"
-"""In `vars` of a module that `nn.DataParallel` made for one forward: its weights are plain
+"""In `vars` of a module that `nn.DataParallel` made for one forward, with weights as plain
 attributes.
 """
 
 REPLICATE = "_replicate_for_data_parallel"
-"""The method of a module by which `nn.DataParallel` makes a replica: it copies all attributes."""
+"""The method with which `nn.DataParallel` makes a module's replica.  It copies all attributes."""
 
 
 def forward_hook_dicts(module: nn.Module) -> tuple[OrderedDict, OrderedDict] | None:

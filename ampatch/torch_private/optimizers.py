@@ -87,7 +87,7 @@ def skips_in_kernel(optimizer: Any) -> bool:
 
 
 def record_skipped_step(optimizer: Any) -> None:
-    """Mark a skipped step as called: schedulers would warn that `step()` was not called."""
+    """Mark a skipped step as called, or schedulers would warn that `step()` was not called."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 

@@ -35,7 +35,7 @@ is_profiling = torch_attribute("torch.autograd._profiler_enabled", lambda: True)
 is_tracing = torch_attribute("torch._C.is_tracing", torch.jit.is_tracing)
 _transform = torch_attribute(
     "torch._C._functorch.peek_interpreter_stack", lambda: True
-)  # there may be
+)  # unknown: a transform may be active
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
@@ -73,7 +73,7 @@ def is_traced_or_transformed() -> bool:
     )
 
 
-_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without
+_c10d = torch_attribute("torch.distributed.distributed_c10d", None)  # None: built without it
 
 
 def is_distributed() -> bool:
@@ -103,10 +103,10 @@ def keep_torch_methods(function: type[Function]) -> None:
         setattr(nodes, name, getattr(BackwardCFunction, name))
 
 
-def run_when_ready(tensor: Tensor) -> None:
+def prioritize_node_of(tensor: Tensor) -> None:
     """Have the node that made `tensor` run before all other nodes that are ready.
 
-    Without `_set_sequence_nr` it runs in the order of creation: with the same result, but later.
+    Without `_set_sequence_nr`, it runs in the order of creation, with the same result but later.
     """
     node = tensor.grad_fn
     set_sequence_nr = getattr(node, "_set_sequence_nr", None)

@@ -31,7 +31,7 @@ class Sharding(NamedTuple):
     """One call of `fully_shard`: its modules, `MixedPrecisionPolicy` and parameters."""
 
     modules: tuple[nn.Module, ...]
-    policy: Any
+    mixed_precision: Any
     sharded_params: list[Sharded]  # also while FSDP2 has gathered them
 
 

@@ -27,7 +27,7 @@ if TENSOR_HOOKS_CAN_BE_SEEN:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which `tensor` is a view, or None: no view, or torch cannot tell."""
+    """Return the tensor of which `tensor` is a view, or None if torch knows of none."""
     return getattr(tensor, "_base", None)
 
 

@@ -46,7 +46,7 @@ STACK_CHANGES = [
     for name in ("_push_mode", "_pop_mode")
     if hasattr(owner, name)
 ]
-"""The functions by which torch changes its stack of modes.  Without them no mode is known."""
+"""The functions with which torch changes its stack of modes.  Without them, no mode is known."""
 
 CACHED_OVERRIDE_FUNCTIONS = [
     name

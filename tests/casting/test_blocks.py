@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from engine import PROCESS_POLICY, STATE, thread_calls
+from engine import FOLLOWS_PROCESS, STATE, thread_calls
 from small_training import Made, in_threads
 from torch import nn
 
@@ -18,7 +18,7 @@ H, FP32 = torch.bfloat16, torch.float32
 def o1():
     ampatch.initialize([], dtype=H, patch_scope="process", verbosity=0)
     yield
-    assert thread_calls.policy is PROCESS_POLICY
+    assert thread_calls.policy is FOLLOWS_PROCESS
 
 
 def now() -> torch.dtype:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ampatch.casting.calls import PROCESS_POLICY, thread_calls
+from ampatch.casting.calls import FOLLOWS_PROCESS, thread_calls
 from ampatch.session.session import registry
 
-__all__ = ["PROCESS_POLICY", "STATE", "nothing_runs", "registry", "thread_calls"]
+__all__ = ["FOLLOWS_PROCESS", "STATE", "nothing_runs", "registry", "thread_calls"]
 
 STATE = registry.state
 
@@ -13,5 +13,7 @@ STATE = registry.state
 def nothing_runs() -> bool:
     """Whether no call, block or region is under way, in this thread and for others' functions."""
     calls = thread_calls
-    is_outside = not calls.stack and calls.policy is PROCESS_POLICY and calls.copies is None
+    is_outside = (
+        not calls.stack and calls.policy is FOLLOWS_PROCESS and calls.forward_copies is None
+    )
     return is_outside and not STATE.has_thread_policies

@@ -275,7 +275,7 @@ def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
         seen.extend((inputs.dtype, model.net(inputs).dtype, model(inputs).dtype))
         return inputs.double()
 
-    with facade.in_step(model):
+    with facade.in_framework_step(model):
         model.forward = step
         assert model(X).dtype is torch.float64
     assert seen == [torch.float32] * 3
@@ -287,6 +287,6 @@ def test_a_step_that_is_sent_through_the_call_is_no_forward(level):
         return 1 / 0
 
     model.forward = fails
-    with pytest.raises(ZeroDivisionError), facade.in_step(model):
+    with pytest.raises(ZeroDivisionError), facade.in_framework_step(model):
         model(X)
     assert model(X).dtype is torch.float32 and model.net(X).dtype is outside

@@ -176,8 +176,10 @@ LOOPS = {
     "fabric": """
         import torch
         from lightning.fabric import Fabric
+        from lightning.fabric.plugins import MixedPrecision
         torch.manual_seed(0)
-        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        plugin = MixedPrecision("bf16-mixed", "cpu")
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
         fabric.launch()
         model = torch.nn.Linear(8, 1)
         model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

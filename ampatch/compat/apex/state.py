@@ -70,7 +70,7 @@ _open_at_deactivate: weakref.WeakSet[facade.Session] = weakref.WeakSet()  # of a
 
 def scaling_sessions() -> list[facade.Session]:
     """The sessions in `loss_scalers`: the newest with an optimizer, then earlier ones in use."""
-    sessions = facade.scaling_or_latest_sessions()[::-1]
+    sessions = facade.scaling_or_newest_sessions()[::-1]
     sessions = [s for s in sessions if s.init_handle is None or s.optimizers] or sessions
     return [s for s in sessions if s is sessions[0] or s not in _open_at_deactivate]
 

@@ -76,7 +76,7 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
         """The context of `training_step`: its own code (the loss) is not in the half model."""
         if self._module is None:
             return nullcontext()
-        return facade.in_step(self._module)
+        return facade.in_framework_step(self._module)
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 

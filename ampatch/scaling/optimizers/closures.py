@@ -1,6 +1,6 @@
 """`optimizer.step(closure)`: the closure computes the loss and its gradients.
 
-torch's own optimizers except LBFGS evaluate the closure once, before they change a weight: as if
+torch's own optimizers except LBFGS evaluate the closure once, before they change a weight, as if
 the script called the closure and then `step()`.  Other optimizers may call it several times, and
 after they have changed weights.  They could not undo these changes after an overflow.  So ampatch
 refuses them under a dynamic loss scale, as apex and `torch.amp.GradScaler` do.

@@ -38,7 +38,7 @@ ReplacedValues = list[tuple[Any, Any, Any]]
 """For each replaced value: its container, its key, and the value before."""
 
 
-def fit_state(
+def match_state_dtypes(
     optimizer: Any, changed: Collection[int], replaced: ReplacedValues | None = None
 ) -> None:
     """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
@@ -54,7 +54,7 @@ def fit_state(
 
 
 def restore_state(replaced: ReplacedValues) -> None:
-    """Undo `fit_state`."""
+    """Undo `match_state_dtypes`."""
     while replaced:
         container, key, value = replaced[-1]
         container[key] = value

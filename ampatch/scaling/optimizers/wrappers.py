@@ -22,7 +22,7 @@ class _ReplacementHolder:
 
 
 class ReplacedMethods:
-    """Shadows methods of an optimizer by bound methods in its `__dict__`.
+    """Shadows methods of an optimizer with bound methods in its `__dict__`.
 
     LR schedulers rebind `step.__func__`, so the shadow must be a bound method of the optimizer.  If
     a scheduler has wrapped the shadow, `restore` leaves it there, and it calls the original method.

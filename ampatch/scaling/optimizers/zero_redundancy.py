@@ -1,8 +1,9 @@
 """`ZeroRedundancyOptimizer`: refused in `Join`; its buckets are rebuilt after casts.
 
-Each rank updates its own shard of the weights, and then sends it to the other ranks, by torch's own
-code.  If only one rank skipped a step, the other ranks would wait forever.  DistributedDataParallel
-averages gradients, so an inf of one rank reaches all ranks; but in `Join` some have no gradients.
+Each rank updates its own shard of the weights, and then torch's own code sends it to the other
+ranks.  If only one rank skipped a step, the other ranks would wait forever.
+DistributedDataParallel averages gradients, so an inf of one rank reaches all ranks; but in `Join`
+some have no gradients.
 """
 
 from __future__ import annotations

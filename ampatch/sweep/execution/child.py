@@ -209,7 +209,7 @@ class _TrainingSetup:
             self._recognition.start()
         elif is_automatic:
             record_auto_script(self.recorder, environment.read())
-            self._forwards = open_sessions()[-1].forwards
+            self._forwards = open_sessions()[-1].outermost_forwards
         else:
             ampatch.observe(self.recorder)
             if case.engine != AUTOCAST:  # `AutocastBaseline` reports unscaled losses itself

@@ -13,15 +13,14 @@ from torch import Tensor
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.probes import current_backward_pass
-from .delayed import leave_scaled, unscale_if_scale_differs, update_now_or_at_step
+from .delayed import DelayedCheck, leave_scaled, unscale_if_scale_differs, update_now_or_at_step
 from .gradients import (
     AppliedScale,
     GradSnapshot,
     GradState,
     OptimizerBlock,
     OptimizerGradients,
-    OverflowCheck,
-    find_first_optimizers,
+    find_owners,
 )
 from .loss_scaler import DynamicScaler, Scaler
 from .optimizer import ManagedOptimizer
@@ -64,7 +63,7 @@ def refuse_attribute(block: object, name: str) -> NoReturn:
     )
 
 
-class PlainBackward:
+class PlainBlock:
     """Context manager: yields the loss as it is, and does nothing.
 
     Not `contextlib.nullcontext(loss)`: Dynamo cannot trace a backward pass inside that.
@@ -102,13 +101,13 @@ class _ThreadBlocks(threading.local):
     """The open blocks of this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.blocks: list[ScaledBackward] = []
+        self.blocks: list[ScaleLossBlock] = []
 
 
 _thread_blocks = _ThreadBlocks()
 
 
-class ScaledBackward:
+class ScaleLossBlock:
     """Context manager: yields the scaled loss, then unscales the gradients of its backward pass.
 
     If the block raises (also `KeyboardInterrupt`), the earlier gradients are put back, the new
@@ -118,7 +117,7 @@ class ScaledBackward:
     gradients.
 
     `others` are optimizers that are not in the block; if the backward pass reaches them, they log
-    an error when they step.  `skips_together`: after an overflow in the gradients of one optimizer
+    an error when they step.  `skips_together`: after an overflow in the gradients of one optimizer,
     all optimizers of the block skip.  `counts_passes`: the scaled loss gets a hook (`PassCounter`),
     so that gradients of another loss are refused.
     """
@@ -149,32 +148,32 @@ class ScaledBackward:
         self._delay_overflow_check = delay_overflow_check
         self._skips_together = skips_together and len(self._members) > 1
         self.scale: Any = None
+        self._shared_scale: AppliedScale | None = None
         self._member_blocks: list[OptimizerBlock] = []  # a block for each of `_members`
         self.scaled_loss: Tensor | None = None
 
     def __enter__(self) -> Tensor:
         try:
-            for gradients in self._members:
-                if gradients.state is GradState.SCALED:
-                    unscale_if_scale_differs(gradients, self._scaler)
-                gradients.before_block()
-            earlier = [gradients.params_with_gradients() for gradients in self._members]
-            first_optimizer_of = find_first_optimizers(self._members)
+            for member in self._members:
+                if member.state is GradState.SCALED:
+                    unscale_if_scale_differs(member, self._scaler)
+                member.before_block()
+            with_earlier = [member.params_with_gradients() for member in self._members]
+            owner_of = find_owners(self._members)
             scaled_loss, self.scale = self._scaler.scale(self._loss)
-            self._shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
+            shared_scale = AppliedScale(self._scaler, self.scale, self._scaler.generation)
             # Gradients left scaled by `delay_unscale` now have the scale of this block (see
             # `unscale_if_scale_differs`), so reuse their `AppliedScale`.
-            for gradients in reversed(self._members):
-                self._shared_scale = gradients.applied_scale or self._shared_scale
-            for gradients, params in zip(self._members, earlier, strict=True):
-                self._member_blocks.append(
-                    gradients.begin_block(params, self._shared_scale, first_optimizer_of)
-                )
+            for member in reversed(self._members):
+                shared_scale = member.applied_scale or shared_scale
+            self._shared_scale = shared_scale
+            for member, params in zip(self._members, with_earlier, strict=True):
+                self._member_blocks.append(member.begin_block(params, shared_scale, owner_of))
             if self._pass_counter is not None and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self._pass_counter)
                 self.scaled_loss = scaled_loss
                 _thread_blocks.blocks = [
-                    *filter(ScaledBackward.is_open, _thread_blocks.blocks),
+                    *filter(ScaleLossBlock.is_open, _thread_blocks.blocks),
                     self,
                 ]
             return scaled_loss
@@ -191,14 +190,14 @@ class ScaledBackward:
             else:
                 self._complete()
         except BaseException:
-            for gradients in self._members:
-                gradients.drop_all()
+            for member in self._members:
+                member.drop_all()
             raise
         finally:
             self.scaled_loss = None
             _thread_blocks.blocks = [block for block in _thread_blocks.blocks if block is not self]
-            for gradients, before in self._others:
-                gradients.after_other_block(before)
+            for member, before in self._others:
+                member.after_other_block(before)
         if is_refused:
             raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
 
@@ -209,24 +208,28 @@ class ScaledBackward:
 
         After a `KeyboardInterrupt` a later block may have replaced it.
         """
-        return all(g.block is block for g, block in zip(self._members, self._member_blocks))
+        return all(
+            member.block is block for member, block in zip(self._members, self._member_blocks)
+        )
 
     def snapshot(self) -> BlockSnapshot:
         """The count of passes and the gradients now, before a backward pass."""
         assert self._pass_counter is not None
-        return BlockSnapshot(self, self._pass_counter.count, [g.snapshot() for g in self._members])
+        return BlockSnapshot(
+            self, self._pass_counter.count, [member.snapshot() for member in self._members]
+        )
 
     def has_new_gradients_since(self, before: BlockSnapshot) -> bool:
         """Whether gradients of the block's optimizers have changed since `before`."""
-        pairs = zip(self._members, before.of_members, strict=True)
-        return any(g.has_changed_since(snapshot) for g, snapshot in pairs)
+        pairs = zip(self._members, before.member_snapshots, strict=True)
+        return any(member.has_changed_since(snapshot) for member, snapshot in pairs)
 
     def was_reached_since(self, before: BlockSnapshot) -> bool:
         """Whether a backward pass has gone through the block's scaled loss since `before`."""
         return self._pass_counter is not None and self._pass_counter.count > before.pass_count
 
-    def accept_pass(self, reached_blocks: list[ScaledBackward]) -> None:
-        """Count a backward pass of `reached_blocks` that changed gradients of this block.
+    def check_foreign_pass(self, reached_blocks: list[ScaleLossBlock]) -> None:
+        """Check a pass that changed this block's gradients, but missed its scaled loss; count it.
 
         `reached_blocks` are the other blocks through whose scaled losses the pass went.  Raises
         `AmpatchError` unless all of them have the scale of this block.
@@ -240,14 +243,14 @@ class ScaledBackward:
         if self._pass_counter is not None:
             self._pass_counter.count += 1  # the pass had the right scale
 
-    def refuse_second_scaling(self, other_blocks: list[ScaledBackward]) -> None:
+    def refuse_second_scaling(self, other_blocks: list[ScaleLossBlock]) -> None:
         """Raise `AmpatchError` if a pass from this scaled loss was scaled by `other_blocks` too."""
         if any(float(other.scale) != 1.0 for other in other_blocks):
             raise AmpatchError(_SCALED_TWICE % self._names())
 
     def _abandon(self) -> None:
-        for gradients in self._members:
-            gradients.abandon()
+        for member in self._members:
+            member.abandon()
 
     def _has_gradients_of_other_loss(self) -> bool:
         """Whether the block has new gradients, but no pass has reached its scaled loss.
@@ -256,7 +259,7 @@ class ScaledBackward:
         """
         if self._pass_counter is None or self._pass_counter.count:
             return False
-        if any(g.has_new_gradients() for g in self._members):
+        if any(member.has_new_gradients() for member in self._members):
             return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._members[0].has_logged_no_backward:
             self._members[0].has_logged_no_backward = True
@@ -264,34 +267,35 @@ class ScaledBackward:
         return False
 
     def _names(self) -> str:
-        return ", ".join(f"<{type(g.optimizer).__name__}>" for g in self._members)
+        return ", ".join(f"<{type(member.optimizer).__name__}>" for member in self._members)
 
     def _complete(self) -> None:
         pairs = list(zip(self._members, self._member_blocks, strict=True))
-        for gradients, block in pairs:
-            if gradients.block is not block:
+        for member, block in pairs:
+            if member.block is not block:
                 raise AmpatchError(
-                    f"ampatch.scale_loss(..., <{type(gradients.optimizer).__name__}>): another "
+                    f"ampatch.scale_loss(..., <{type(member.optimizer).__name__}>): another "
                     "scale_loss block of this optimizer began inside this block, so the "
                     "gradients of this block were dropped. End a block before the next one "
                     "begins; gradients of several blocks add up until the step."
                 )
         if self._delay_unscale:
-            for gradients, block in pairs:
-                leave_scaled(gradients, block, self._shared_scale)
+            assert self._shared_scale is not None
+            for member, block in pairs:
+                leave_scaled(member, block, self._shared_scale)
             return
         scaler = self._scaler
         is_delayed = self._delay_overflow_check
-        checks: list[tuple[OptimizerGradients, OverflowCheck]] = []
+        checks: list[DelayedCheck] = []
         flags: list[OverflowFlag] = []
-        for gradients, block in pairs:
-            check = gradients.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
+        for member, block in pairs:
+            check = member.after_backward(block, scaler, self.scale, is_delayed=is_delayed)
             if check is not None:
-                checks.append((gradients, check))
+                checks.append(DelayedCheck(member, check))
                 flags.append(check.found_inf)
         if not isinstance(scaler, DynamicScaler):
             return
-        has_pending = any(g.pending_updates for g in self._members)
+        has_pending = any(member.pending_updates for member in self._members)
         if has_pending or is_delayed or self._skips_together or trains_with_others():
             delayed = checks if is_delayed else None
             update_now_or_at_step(
@@ -304,9 +308,9 @@ class ScaledBackward:
 class BlockSnapshot(NamedTuple):
     """The state of an open block at the start of a backward pass."""
 
-    block: ScaledBackward
+    block: ScaleLossBlock
     pass_count: int
-    of_members: list[GradSnapshot]
+    member_snapshots: list[GradSnapshot]
 
 
 def start_pass_check(root: Any) -> Callable[[], None] | None:
@@ -334,7 +338,7 @@ def _check_pass(root: Any, snapshots: list[BlockSnapshot]) -> None:
         if root is block.scaled_loss:
             block.refuse_second_scaling([other for other in reached_blocks if other is not block])
         if block not in reached_blocks and block.has_new_gradients_since(before):
-            block.accept_pass(reached_blocks)
+            block.check_foreign_pass(reached_blocks)
 
 
 def with_optimizers_sharing_params(
