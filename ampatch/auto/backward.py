@@ -126,11 +126,8 @@ class BackwardPasses:
         scale = self._scaler.snapshot()
         unmanaged = UnmanagedGradients(self._managed_ids(), self._scaler, scale)
         try:
-            with (
-                torch.enable_grad(),
-                unmanaged,
-                block as scaled_loss,
-            ):  # the script may have turned grad mode off
+            # The script may have turned grad mode off.
+            with torch.enable_grad(), unmanaged, block as scaled_loss:
                 unmanaged.add(targets.reached)
                 self._unmanaged, self.scale = unmanaged, self._scaler.snapshot()
                 other_losses = [self._scaler.scale(root)[0] for root in roots[1:]]

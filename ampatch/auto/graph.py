@@ -18,9 +18,8 @@ def leaves(roots: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     """
     reached = [root for root in roots if root.is_leaf and root.requires_grad]
     pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(
-        pending
-    )  # keeps the nodes alive: a dropped node would come back as a new Python object
+    # Keeps the nodes alive: a dropped node would come back as a new Python object.
+    seen = set(pending)
     is_hidden = False
     while pending:
         node = pending.pop()

@@ -95,9 +95,9 @@ def facts() -> dict[str, Any]:
     from ampatch.config.environment import PROCESS_VARIABLES, VARIABLES
     from ampatch.diagnose.tables import content
 
-    with_misspelt = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
+    in_environment = sorted(name for name in os.environ if name.startswith("AMPATCH_"))
     apex = importlib.util.find_spec("apex")
-    variables = dict.fromkeys((*VARIABLES, *PROCESS_VARIABLES, *with_misspelt))
+    variables = dict.fromkeys((*VARIABLES, *PROCESS_VARIABLES, *in_environment))
     return {
         "versions": {"python": platform.python_version(), "ampatch": __version__}
         | {name: _version(name) for name in ("torch", "wrapt")},

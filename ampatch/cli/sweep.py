@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         print(message, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
         stopped = ""
     except OSError as error:
-        stopped, code = f"{error}. Fix the cause, and go on with --resume.", 1
+        stopped, code = f"{error}. Fix the cause, and continue with --resume.", 1
     except SweepError as error:  # the reason comes before the results that it explains
         print(f"Stopped: {error}", file=sys.stderr, flush=True)
         stopped, code = "", 1

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(message, file=sys.stderr)
         return code
     except OSError as error:
-        print(f"{error}. Fix the cause, and go on with --resume.", file=sys.stderr)
+        print(f"{error}. Fix the cause, and continue with --resume.", file=sys.stderr)
         return 1
     except (SweepError, TuneError) as error:
         print(f"Stopped: {error}", file=sys.stderr)

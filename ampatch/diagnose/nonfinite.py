@@ -49,10 +49,10 @@ def debug(model: nn.Module | None = None, *, stop_at: StopAt = "unabsorbed") -> 
     about the first inf or NaN of all.  An inf that the code writes itself, as into a mask, is not
     reported.
 
-    Works on managed models at any opt level and on plain ones, before or after `initialize`.  None
-    watches every model; names then begin with the model's class.  Only operators of the calling
-    thread and of its backward passes are watched.  The watch ends with the `with` block, with
-    `remove()` in the same thread or, for a given model, with `ampatch.deactivate()`.
+    Works on managed models at any opt level and on plain ones, before or after `initialize`.  With
+    `model=None` every model is watched; names then begin with the model's class.  Only operators
+    of the calling thread and of its backward passes are watched.  The watch ends with the `with`
+    block, with `remove()` in the same thread or, for a given model, with `ampatch.deactivate()`.
 
     Raises `TypeError` if `model` is not a module, `ValueError` for another `stop_at`.
     """
@@ -67,8 +67,8 @@ class Debugger:
 
     `passed_over` holds the first overflow of each step that a smaller loss scale cures;
     `unseen_skips` counts skipped steps whose inf or NaN came from no backward pass, for example
-    when the script writes to `.grad`.  With `is_logged` the report is also
-    logged, as an error on the logger "ampatch".
+    when the script writes to `.grad`.  With `is_logged` the report is also logged, as an error on
+    the logger "ampatch".
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class Debugger:
     def on_step(self, optimizer: Any, skipped: Any) -> None:
         """Count a skipped step of a managed optimizer; torch's hook counts other steps."""
         if skipped is True:
-            self.unseen_skips += not self._is_explained()
+            self.unseen_skips += not self._skip_has_report()
             self._count(optimizer)
 
-    def _is_explained(self) -> bool:
-        """Whether this step has a report or, with several optimizers, the step before."""
+    def _skip_has_report(self) -> bool:
+        """Whether this step, or with several optimizers the one before, has a report."""
         since = self.step - (len(self._steps) > 1)
         return self.report is not None or any(
             report.step >= since for report in self.passed_over[-1:]
@@ -220,10 +220,10 @@ class Debugger:
         phase: str = "forward",
         advice: str = "",
     ) -> bool:
-        """Report the first non-finite tensor; `module` and `phase` are used if its origin is
-        unknown.
+        """Report the first non-finite tensor.
 
-        `advice` is for values that the optimizer's step has made.
+        `module` and `phase` are used if its origin is unknown.  `advice` is for values that the
+        optimizer's step has made.
         """
         if self.report is not None or not self.is_active:
             return False
@@ -254,20 +254,20 @@ class Debugger:
     def _new_report(self, origin: Origin, noticed_in: str) -> Report:
         module, code, line = origin.call_site
         return Report(
-            None if module is None else self._models.names.get(module, ""),
-            "" if module is None else type(module).__name__,
-            origin.phase,
-            noticed_in,
-            origin.value,
-            origin.dtype,
-            origin.largest_input,
-            origin.input_is_finite,
-            self.step,
-            origin.operator,
-            location(code, line),
-            _rank(),
-            None if self._block_scaler is None else self._block_scaler.get(),
-            origin.at_scale_1(self._block_scaler),
+            module=None if module is None else self._models.names.get(module, ""),
+            module_class="" if module is None else type(module).__name__,
+            phase=origin.phase,
+            where=noticed_in,
+            value=origin.value,
+            dtype=origin.dtype,
+            largest_input=origin.largest_input,
+            input_is_finite=origin.input_is_finite,
+            step=self.step,
+            operator=origin.operator,
+            location=location(code, line),
+            rank=_rank(),
+            loss_scale=None if self._block_scaler is None else self._block_scaler.get(),
+            at_scale_1=origin.at_scale_1(self._block_scaler),
         )
 
 
@@ -300,7 +300,17 @@ def _unknown_origin(
     checked = [t for t in inputs if t.dtype in CHECKED_DTYPES]
     call_site = CallSite(module, None, 0)
     are_finite = all(map(is_finite, checked))
-    return Origin("", phase, call_site, tensor.dtype, value, largest(checked), are_finite, False, 0)
+    return Origin(
+        operator="",
+        phase=phase,
+        call_site=call_site,
+        dtype=tensor.dtype,
+        value=value,
+        largest_input=largest(checked),
+        input_is_finite=are_finite,
+        is_written=False,
+        order=0,
+    )
 
 
 def _rank() -> int | None:

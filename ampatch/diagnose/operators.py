@@ -108,7 +108,7 @@ class OriginTracker(dispatch_modes.TorchDispatchMode):
         self.__enter__()
 
     def leave(self) -> None:
-        """Stop checking, also below modes that were entered later."""
+        """Stop checking, even while modes entered later are active."""
         self._is_active = False
         self._call_sites.clear()  # call sites hold modules
         self._origins = ByStorage()
@@ -152,11 +152,13 @@ class OriginTracker(dispatch_modes.TorchDispatchMode):
         non_finite = [tensor for tensor in inputs if not is_finite(tensor)]
         origins = [self._origins.get(tensor) for tensor in non_finite]
         return _InputFacts(
-            largest(inputs),
-            any(bool(torch.isnan(values(tensor)).any()) for tensor in non_finite),
-            {storage_key(tensor) for tensor, origin in zip(non_finite, origins) if origin is None},
-            not non_finite,
-            [origin for origin in origins if origin is not None],
+            largest=largest(inputs),
+            has_nan=any(bool(torch.isnan(values(tensor)).any()) for tensor in non_finite),
+            from_outside={
+                storage_key(t) for t, origin in zip(non_finite, origins) if origin is None
+            },
+            is_finite=not non_finite,
+            origins=[origin for origin in origins if origin is not None],
         )
 
     def _trace(
@@ -180,16 +182,18 @@ class OriginTracker(dispatch_modes.TorchDispatchMode):
         else:
             self._count += 1
             origin = Origin(
-                f"{func.namespace}.{custom_ops.base_name(func)}",
-                phase,
-                call_site,
-                output.dtype,
-                value,
-                inputs_before.largest,
-                inputs_before.is_finite,
-                value == "inf" and any(map(math.isinf, _python_floats(arguments))),
-                self._count,
-                _max_in_float64(func, arguments, inputs_before) if phase == "backward" else None,
+                operator=f"{func.namespace}.{custom_ops.base_name(func)}",
+                phase=phase,
+                call_site=call_site,
+                dtype=output.dtype,
+                value=value,
+                largest_input=inputs_before.largest,
+                input_is_finite=inputs_before.is_finite,
+                is_written=value == "inf" and any(map(math.isinf, _python_floats(arguments))),
+                order=self._count,
+                max_in_float64=_max_in_float64(func, arguments, inputs_before)
+                if phase == "backward"
+                else None,
             )
         self._origins.set(output, origin)
 
@@ -208,9 +212,8 @@ class _InputFacts:
 def _max_in_float64(
     func: Any, arguments: tuple[tuple, dict], inputs_before: _InputFacts
 ) -> float | None:
-    if (
-        not inputs_before.is_finite
-    ):  # an inf of the user's code, or of an operator that was not seen
+    # An inf among the inputs is of the user's code, or of an operator that was not seen.
+    if not inputs_before.is_finite:
         return math.inf if inputs_before.origins else None
     if custom_ops.base_name(func) in OVERWRITING:
         return inputs_before.largest

@@ -34,7 +34,7 @@ class _ThreadState(threading.local):
 
 
 class WatchedModules:
-    """The modules of one model, or with None of every model that runs.
+    """The modules of one model or, if `model` is None, of every model that runs.
 
     Names of modules begin with the class of the model if every model is watched.
 

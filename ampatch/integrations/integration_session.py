@@ -57,9 +57,8 @@ class IntegrationSession:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self._last: facade.Session | None = None
-        self._scales: dict[
-            str, Any
-        ] = {}  # loaded from a checkpoint, or the scales of the last session
+        # Loaded from a checkpoint, or the scales of the last session.
+        self._scales: dict[str, Any] = {}
 
     def open(self, *models: nn.Module) -> None:
         """Manage models, in the open session or in a new one.

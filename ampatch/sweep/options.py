@@ -28,16 +28,16 @@ def _option(
     flag: str = "",
     first: bool = False,
     only_for: tuple[str, ...] = ENGINES,
-    kept: bool = False,
+    fixed: bool = False,
 ) -> dict[str, Any]:
     """The metadata of a field that is an option of `ampatch sweep`; `flag` defaults to its name.
 
     `first` options are shown among those for a first sweep.  `only_for` are the engines that have
-    the option.  For `kept` options a resumed sweep must have the same value.
+    the option.  A resumed sweep must have the same value of `fixed` options.
     """
     return {
         "metavar": metavar, "parse": parse, "flag": flag, "first": first, "only_for": only_for,
-        "kept": kept,
+        "fixed": fixed,
     }  # fmt: skip
 
 
@@ -45,6 +45,7 @@ def _option(
 class SweepOptions:
     r"""How a sweep runs: its fields are the options of `ampatch sweep`, with this text as help.
 
+    A field that is true by default has the help of its `--no-` flag.
     A list of names may be one string with commas; NAME=VALUE of the command line is a dictionary.
     Raises `TypeError` or `ValueError` for wrong values.
 
@@ -55,7 +56,7 @@ class SweepOptions:
         fail_fast: after a failed run a row has no further runs
         fewer_seeds: the number of seeds of rows with fewer seeds than the others, by case
         probe: a module and a string; before the script each trial calls its
-            start(text, off, writes), where `writes` is true on the first rank
+            start(text, autocast_off, writes), where `writes` is true on the first rank
         files: names of files that the caller adds to the folder of the sweep
         tuning: the options of `ampatch tune` if it runs the sweep, for the record
         levels: some of O0,O1,O2,O3 (default: all that can run)
@@ -78,7 +79,7 @@ class SweepOptions:
         devices: run one trial at a time on each device
         jobs: run N trials for accuracy at a time
         nproc_per_node: start each trial with torchrun
-        in_copy: run trials in copies of the folder, or in it
+        in_copy: run each trial in a copy of the folder; --no-in-copy: in the folder
         cold: start a new Python for each trial
         engine: run trials on this machine, or on Ray
         address: address of a Ray cluster; auto finds a running one
@@ -109,9 +110,9 @@ class SweepOptions:
     overwrite: bool = field(default=False, metadata=_option(first=True))
     overrides: list[str] = field(default_factory=list, metadata=_option("ROW", flag="--with"))
     autocast: bool = field(default=True, metadata=_option())
-    override_seeds: bool = field(default=False, metadata=_option(kept=True))
+    override_seeds: bool = field(default=False, metadata=_option(fixed=True))
     rounds: int | None = field(default=None, metadata=_option("N", parse=int))
-    steps: int | None = field(default=None, metadata=_option("N", parse=int, kept=True))
+    steps: int | None = field(default=None, metadata=_option("N", parse=int, fixed=True))
     judge: str | None = field(default=None, metadata=_option("NAME"))
     better: dict[str, str] = field(default_factory=dict, metadata=_option("NAME=WAY"))
     timeout: float | None = field(default=None, metadata=_option("SECONDS", parse=float))
@@ -119,7 +120,7 @@ class SweepOptions:
         default=(), metadata=_option("cuda:0,cuda:1", only_for=("local",))
     )
     jobs: int | None = field(default=None, metadata=_option("N", parse=int))
-    nproc_per_node: int | None = field(default=None, metadata=_option("N", parse=int, kept=True))
+    nproc_per_node: int | None = field(default=None, metadata=_option("N", parse=int, fixed=True))
     in_copy: bool | None = field(default=None, metadata=_option(parse=bool, only_for=("local",)))
     cold: bool = field(default=False, metadata=_option())
     engine: str = field(default="local", metadata=_option("|".join(ENGINES)))
@@ -160,9 +161,9 @@ class SweepOptions:
         default = self.side_by_side and self.engine == "local"
         return default if self.in_copy is None else self.in_copy
 
-    def kept(self) -> dict[str, Any]:
+    def fixed_on_resume(self) -> dict[str, Any]:
         """The options that must be the same in a resumed sweep."""
-        names = [option.name for option in dataclasses.fields(self) if option.metadata.get("kept")]
+        names = [option.name for option in dataclasses.fields(self) if option.metadata.get("fixed")]
         return {**{name: getattr(self, name) for name in names}, "side_by_side": self.side_by_side}
 
     def to_record(self, names: Iterable[str]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ class SweepOptions:
             try:
                 groups = re.compile(pattern).groups
             except re.error as error:
-                raise ValueError(f"{option}: no regular expression: {error}.") from None
+                raise ValueError(f"{option}: not a regular expression: {error}.") from None
             if groups != 1:
                 raise ValueError(
                     f"{option}: expected one group in parentheses around the number, such as "
@@ -238,7 +239,7 @@ class SweepOptions:
         if self.jobs is not None and self.devices:
             raise ValueError(
                 "--jobs and --devices: give one of them. With --devices there is one trial at a "
-                "time on each device; --jobs is for trials beside each other on a CPU."
+                "time on each device; --jobs is for trials side by side on a CPU."
             )
 
 
@@ -253,13 +254,11 @@ def resumed_options(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:  # fmt: skip
     """For a resumed sweep: a note on the options it keeps, the options to record, and to use.
 
-    `options` are the options of this call, `new` those of them that are recorded, `arguments` the
+    `options` are the options of this call, `new` the recorded ones among these, `arguments` the
     arguments of the script.  `SIZE_OPTIONS` with their earlier value are not used, because the plan
     has them.  Options in `not_kept` keep no earlier value.
     """
-    from ampatch.config.opt_levels import (
-        LEVELS,  # this imports torch, which the command line avoids
-    )
+    from ampatch.config.opt_levels import LEVELS  # imports torch, which the command line avoids
 
     rows, recorded = earlier.settings.get("rows", ()), earlier.options
     levels = [level for level in LEVELS if any(row.startswith(level) for row in rows)]
@@ -282,7 +281,7 @@ def resumed_options(
     if earlier.arguments and not arguments:
         line = f"{line} {shlex.join(['--', *earlier.arguments])}".strip()
     subject = "tuning" if "tuning" in merged else "sweep"
-    note = f"Goes on with the {subject} in its folder, and keeps its settings: {line}."
+    note = f"Resumes the {subject} in its folder, and keeps its settings: {line}."
     unsized = {name: options[name] for name in options if name not in SIZE_OPTIONS}
     used = {
         name: value

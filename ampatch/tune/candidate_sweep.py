@@ -66,7 +66,7 @@ class CandidateSweep:
         """The kind of the script, as its first run has shown."""
         return self._sweep.kind
 
-    def row(self, case: Case) -> Row:
+    def run_case(self, case: Case) -> Row:
         """Run the remaining trials of a case.  Returns its row, compared with O0.
 
         Raises `SweepError`, and `TuneError` if O0 gives nothing to compare with.
@@ -87,13 +87,13 @@ class CandidateSweep:
 
     def confirm(self, case: Case, label: str) -> Row:
         """Run a case with `search_seeds`, and if it passes with all seeds.  Returns its row."""
-        row = self.row(case)
+        row = self.run_case(case)
         if not passes(row):
             return row
         remaining = self.seeds - self.search_seeds
         self._task.say(f"{label} passes with {self.search_seeds} seeds; now {remaining} more run")
         self.with_all_seeds |= {BASE, case}
-        return self.row(case)
+        return self.run_case(case)
 
     def properties(self) -> dict[str, str]:
         """The settings that the level had in its runs, as text."""
@@ -125,8 +125,8 @@ class CandidateSweep:
             )
         if not has_accuracy(self.runs):
             raise TuneError(
-                f"{self._task.script}: no loss and no metric was recorded at O0, so a candidate "
-                "has nothing to be compared by. Have a loss go through ampatch.scale_loss or "
+                f"{self._task.script}: no loss and no metric was recorded at O0, so candidates "
+                "cannot be compared with it. Have a loss go through ampatch.scale_loss or "
                 "backward(), or call ampatch.log_metrics(accuracy=...), or give --metric."
             )
         if not seeds_matter(self.runs):

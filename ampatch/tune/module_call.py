@@ -79,9 +79,8 @@ class ModuleCall:
         self._with_same_random_numbers = replay_random_numbers()
         self._copy = _copy_without_hooks(module)
         detached = map_tensors([args, kwargs], Tensor.detach)
-        self._inputs = copy.deepcopy(
-            detached
-        )  # also objects such as a cache, which the call may change
+        # The copy also has objects such as a cache, which the call may change.
+        self._inputs = copy.deepcopy(detached)
         self._requires_grad = [tensor.requires_grad for tensor in tensors_within([args, kwargs])]
         self._gradients: list[Tensor | None] = []
 
@@ -234,8 +233,8 @@ class _Submodules:
             if submodule is not self._module:
                 submodule.forward = self._in_fp32(submodule.forward, casts_outputs)
         for name, weight in list(self._module.named_parameters(recurse=False)):
-            half = nn.Parameter(_cast(weight.detach(), self._dtype), weight.requires_grad)
-            setattr(self._module, name, half)
+            cast_weight = nn.Parameter(_cast(weight.detach(), self._dtype), weight.requires_grad)
+            setattr(self._module, name, cast_weight)
         for name, buffer in list(self._module.named_buffers(recurse=False)):
             setattr(self._module, name, _cast(buffer, self._dtype))
 
@@ -278,7 +277,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
-    """Copies of the attributes with a graph, which `deepcopy` refuses, by id.
+    """Detached copies, by id, of non-leaf tensors, which `deepcopy` refuses.
 
     An example is the weight of torch's old weight norm, which a hook computes in each call.
     """

@@ -23,11 +23,11 @@ _SHARED_OPTIONS = (
 """Options of the tuning that also apply to this run."""
 
 
-def findings(task: TuneTask, trials: CandidateSweep, steps: int) -> Findings:
-    """The findings of the probe in `steps` steps: stored findings, or the findings of a new run."""
+def probe_or_read(task: TuneTask, candidate_sweep: CandidateSweep, steps: int) -> Findings:
+    """Return stored findings of the probe in `steps` steps, or run it and return its findings."""
     directory = task.directory / PROBE
     file = (directory / FINDINGS).resolve()
-    scale = trials.properties()["loss_scale"]
+    scale = candidate_sweep.properties()["loss_scale"]
     options = ProbeOptions(
         file=str(file),
         steps=steps,
@@ -39,7 +39,7 @@ def findings(task: TuneTask, trials: CandidateSweep, steps: int) -> Findings:
     text = json.dumps(vars(options))
     results = Findings.read(file) if done.exists() and done.read_text() == text else None
     if results is None:
-        _run(task, trials, directory, options, text)
+        _run(task, candidate_sweep, directory, options, text)
         results = Findings.read(file) or Findings()
         done.write_text(text)
     if not results.modules:
@@ -51,7 +51,11 @@ def findings(task: TuneTask, trials: CandidateSweep, steps: int) -> Findings:
 
 
 def _run(
-    task: TuneTask, trials: CandidateSweep, directory: Path, options: ProbeOptions, text: str
+    task: TuneTask,
+    candidate_sweep: CandidateSweep,
+    directory: Path,
+    options: ProbeOptions,
+    text: str,
 ) -> None:
     task.say(
         f"Sensitivity: in {options.steps} steps at O0 a copy of each module computes {SAMPLES} of "
@@ -63,7 +67,7 @@ def _run(
         _SHARED_OPTIONS,
         rounds=1,
         steps=options.steps + 2,
-        kind=trials.kind,
+        kind=candidate_sweep.kind,
         probe=("ampatch.tune.probe", text),
         overwrite=True,
         files=(FINDINGS, DONE),
@@ -72,6 +76,6 @@ def _run(
     if status(run) != OK:
         raise TuneError(
             f"The probe's run at O0 {status(run)} (its output: {sweep.directory / RUNS}). "
-            "Fix the cause, and go on with --resume. If memory was short, give more --probe-steps: "
-            "fewer copies are then in memory at once."
+            "Fix the cause, and continue with --resume. If memory was short, give more "
+            "--probe-steps: fewer copies are then in memory at once."
         )

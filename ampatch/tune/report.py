@@ -32,7 +32,7 @@ def summary(answer: Answer) -> list[str]:
     if not answer.needed:
         return [
             f"Not known yet: {answer.candidates} candidates were tried, which is the limit, and "
-            f"none passed. {resume} goes on."
+            f"none passed. {resume} continues."
         ]
     modules = [name for name in answer.needed if name.partition("=")[0] not in SETTINGS]
     lines = []
@@ -48,7 +48,7 @@ def summary(answer: Answer) -> list[str]:
     if not answer.is_smallest:
         lines.append(
             f"{answer.candidates} candidates were tried, which is the limit: a smaller set may do. "
-            f"{resume} goes on."
+            f"{resume} continues."
         )
     titles = {"level": answer.opt_level, "cure": "with the cure"}
     paces = [f"{text}: {answer.paces[key]}" for key, text in titles.items() if key in answer.paces]

@@ -4,7 +4,7 @@ The remedies are in order, the likeliest first.  More remedies never make traini
 first k of them pass if they include all needed remedies.  For the smallest such k, the k-th remedy
 is needed.  With this remedy applied, the next smallest k gives the next needed remedy, until the
 remedies found so far pass alone.  This is the idea of QuickXplain (U. Junker, AAAI 2004) with the
-preferences of Precimonious (C. Rubio-Gonzalez and remaining, SC 2013).
+preferences of Precimonious (C. Rubio-Gonzalez and others, SC 2013).
 
 k is found by doubling and then bisection, because the order is a good guess: m needed remedies
 among the first k take about 2 m log2(k) trials.

@@ -25,7 +25,7 @@ from ampatch.tune.answer import (
     write_answer,
 )
 from ampatch.tune.candidate_sweep import CandidateSweep, TuneTask
-from ampatch.tune.probe_run import PROBE, findings
+from ampatch.tune.probe_run import PROBE, probe_or_read
 from ampatch.tune.remedies import Remedy
 from ampatch.tune.search import SearchResult, max_trials, smallest_passing_set
 from ampatch.tune.sensitivity import Findings, ranked
@@ -46,8 +46,8 @@ class Tuning:
         arguments: arguments of the script, as for `Sweep`.
         opt_level: "O1", "O2" or "O3"; with `resume` it may be left out.
         dtype: "float16" (the default) or "bfloat16".
-        probe_steps: optimizer steps of the run in which modules are computed in half as well, by
-            default 100.
+        probe_steps: optimizer steps of the probe, an O0 run that also computes the modules in
+            half; by default 100.
         rounds: how often the answer, the level and O0 are timed, by default 3.
         candidates: the largest number of sets to try; by default about 2 log2(n) for n modules.
         out: the directory, by default `ampatch-tune/` and the script's name.
@@ -97,7 +97,7 @@ class Tuning:
         whole_number(f"--seeds {seeds}", seeds, least=MIN_SEEDS)
         tune_options = options["tuning"]
         if "opt_level" not in tune_options:
-            hint = f" {self.directory} holds no tuning to go on with." if resume else ""
+            hint = f" {self.directory} holds no tuning to resume." if resume else ""
             raise ValueError(f"--opt-level: expected O1, O2 or O3, the level to repair.{hint}")
         self._level = Case(tune_options["opt_level"], tune_options.get("dtype", DTYPE))
         self._task = TuneTask(
@@ -110,22 +110,22 @@ class Tuning:
         self._paths: Sequence[str] = ()  # the paths of all modules of the models
         self._candidates_tried = 0
         self._resumes = resume
-        self._trials = self._open_trials(seeds, resume, overwrite)
+        self._sweep = self._open_sweep(seeds, resume, overwrite)
 
     def run(self) -> Answer:
         """Run the remaining trials, write the answer to its files, and return it.
 
         Raises `SweepError` or `TuneError` if there is no answer.
         """
-        row = self._trials.confirm(self._level, self._level.label)
+        row = self._sweep.confirm(self._level, self._level.label)
         if passes(row):
             return self._finish(PASSES, SearchResult((), True, True, 0), row, Findings(), {})
-        # If the level ran with all seeds, it passed with few before it failed: few are not enough.
-        self._confirms_candidates = self._level in self._trials.with_all_seeds
+        # A level that ran with all seeds had passed with the search's seeds, so these are too few.
+        self._confirms_candidates = self._level in self._sweep.with_all_seeds
         self._task.say(f"{self._level.label} fails: {failure_reason(row)}")
-        probed = findings(self._task, self._trials, self._probe_steps)
+        probed = probe_or_read(self._task, self._sweep, self._probe_steps)
         self._paths = probed.paths
-        possible = remedies.possible_remedies(probed, self._trials.properties(), self._task.dtype)
+        possible = remedies.possible_remedies(probed, self._sweep.properties(), self._task.dtype)
         limit = max_trials(len(possible)) if self._max_candidates is None else self._max_candidates
         settings_tried = remedies.settings(possible)
         search = self._search(possible, limit)
@@ -133,7 +133,7 @@ class Tuning:
             outcome = NO_CURE if search.is_decided else UNDECIDED
             return self._finish(outcome, search, row, probed, settings_tried)
         cured_case = self._case(search.needed)
-        cured_row = self._trials.row(cured_case)
+        cured_row = self._sweep.run_case(cured_case)
         answer = self._finish(CURED, search, cured_row, probed, settings_tried)
         self._add_speeds(answer, cured_case, row.outcome != "failed")
         return answer
@@ -144,17 +144,17 @@ class Tuning:
         If the set fails with all seeds, few seeds are not enough for this script.  Then the search
         is repeated, and each candidate that passes is confirmed.
         """
-        few = self._trials.search_seeds
+        few = self._sweep.search_seeds
         confirmed = "Candidates that pass run" if self._confirms_candidates else "The answer runs"
         self._task.say(
             f"{len(possible)} modules and settings to try, in at most {limit} candidates. "
-            f"Candidates run with {few} seeds. {confirmed} with all {self._trials.seeds}."
+            f"Candidates run with {few} seeds. {confirmed} with all {self._sweep.seeds}."
         )
         self._candidates_tried = 0
         search = smallest_passing_set(possible, self._candidate_passes, limit)
         if not search.passes or self._confirms_candidates:
             return search
-        row = self._trials.confirm(self._case(search.needed), "The answer")
+        row = self._sweep.confirm(self._case(search.needed), "The answer")
         if passes(row):
             return search
         self._task.say(
@@ -175,9 +175,9 @@ class Tuning:
         self._task.say(f"{label}: started")
         case = self._case(chosen)
         row = (
-            self._trials.confirm(case, label)
+            self._sweep.confirm(case, label)
             if self._confirms_candidates
-            else self._trials.row(case)
+            else self._sweep.run_case(case)
         )
         passed = passes(row)
         self._task.say(f"{label}: {'passes' if passed else f'fails: {failure_reason(row)}'}")
@@ -191,19 +191,19 @@ class Tuning:
         )
         if existing != requested:
             raise ValueError(
-                f"{self.directory}: holds a {existing or 'sweep'}. For a {requested} replace it by "
-                "--overwrite, or choose another directory with --out."
+                f"{self.directory}: holds a {existing or 'sweep'}. For a {requested}, replace it "
+                "with --overwrite, or choose another directory with --out."
             )
 
-    def _open_trials(self, seeds: int, resume: bool, overwrite: bool) -> CandidateSweep:
-        """Open the trials in the directory; with `overwrite` delete earlier probes and timings."""
+    def _open_sweep(self, seeds: int, resume: bool, overwrite: bool) -> CandidateSweep:
+        """Open the sweep in the directory; with `overwrite` delete earlier probes and timings."""
         for name in (PROBE, SPEED):
             results_in(self.directory / name)  # raises for a folder of other files
-        trials = CandidateSweep(self._task, seeds, resume, overwrite)
+        sweep = CandidateSweep(self._task, seeds, resume, overwrite)
         if overwrite:
             for name in (PROBE, SPEED):
                 delete_sweep_files(self.directory / name)
-        return trials
+        return sweep
 
     def _add_speeds(self, answer: Answer, cured_case: Case, level_trains: bool) -> None:
         """Time the cured case beside O0 and, if `level_trains`, beside the level itself."""
@@ -250,7 +250,7 @@ class Tuning:
             needed=[str(remedy) for remedy in search.needed],
             settings=remedies.settings(search.needed),
             overrides=remedies.overrides(search.needed, probed.paths),
-            line=remedies.line(self._level, search.needed, probed.paths, self._trials.kind)
+            line=remedies.line(self._level, search.needed, probed.paths, self._sweep.kind)
             if outcome == CURED
             else "",
             settings_tried=settings_tried,

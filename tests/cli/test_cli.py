@@ -122,7 +122,7 @@ WRONG = [
     ("sweep train.py --with O2", "--with 'O2': expected an opt level and settings"),
     ("sweep train.py --with 'O2 lr=1'", "initialize has no setting 'lr'"),
     ("sweep train.py --with 'O1 master_weights=True'", "all weights stay FP32"),
-    ("sweep train.py --metric 'acc=[('", "no regular expression"),
+    ("sweep train.py --metric 'acc=[('", "not a regular expression"),
     (r"sweep train.py --metric 'acc=\d+'", "expected one group in parentheses"),
     ("sweep train.py --resume", "there is no sweep to resume"),
     ("sweep train.py -- --steps {steps}", "give --steps N as well"),

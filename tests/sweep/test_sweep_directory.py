@@ -280,7 +280,7 @@ def test_a_tuning_goes_on_with_its_options_and_arguments(script, machine):
     said = []
     Tuning(script, seeds=6, resume=True, say=said.append, **options)
     assert said == [
-        "Goes on with the tuning in its folder, and keeps its settings: --margin 20% -- --lr 1."
+        "Resumes the tuning in its folder, and keeps its settings: --margin 20% -- --lr 1."
     ]
     kept = read_results("out")
     assert kept.options["margin"] == "20%" and kept.settings["seeds"] == 6

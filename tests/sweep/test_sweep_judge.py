@@ -202,7 +202,7 @@ def test_with_nothing_to_compare_nothing_is_recommended():
         ([], "no run has ended"),
         ([run_of("O1", 0, 0.9)], "O0 has not run"),
         ([base], "O0 alone has run"),
-        ([base, row], "no row beside O0 has gone well"),
+        ([base, row], "no row other than O0 ran without a failure"),
     ):
         rows = summarize(runs)
         assert recommendation(rows) == f"Nothing to compare yet: {lacking}."

@@ -96,7 +96,7 @@ def test_a_seed_that_does_not_reach_the_script_is_said_after_two_runs(tmp_path):
     _plan, events = swept(tmp_path, UNREACHED, levels=["O0", "O1"])
     events = [event for event in events if not event.startswith("Planned")]
     assert events[:2] == ["O0 seed 0", "O0 seed 1"]
-    assert events[2].startswith("The seed does not reach the script: O0 gives the same with each")
+    assert events[2].startswith("The seed does not reach the script: O0 gives the same results")
 
 
 def passing_on(seed):

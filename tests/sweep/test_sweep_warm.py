@@ -164,7 +164,7 @@ def test_trials_start_cold_where_a_fork_would_differ(said, tmp_path):
         from ampatch.sweep.execution import fork_server, seeding
         seeding.seed_everything(0)
         obstacle = fork_server.import_modules(["broken", "library", "of_the_script"], {variables})
-        print(repr(obstacle), seeding.words_drawn(), "")
+        print(repr(obstacle), seeding.count_random_draws(), "")
         print("library" in sys.modules, "broken" in sys.modules, "beside" in sys.modules)
     """
     path = {"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}

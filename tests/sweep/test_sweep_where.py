@@ -177,7 +177,7 @@ def test_a_rank_that_dies_ends_the_trial_with_its_output(tmp_path):
 PROBE = """
 import os, pathlib
 
-def start(text, off, writes):
+def start(text, autocast_off, writes):
     pathlib.Path(text, f"rank {os.environ['RANK']} {writes}").touch()
 """
 

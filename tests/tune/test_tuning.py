@@ -146,8 +146,8 @@ def test_a_difference_that_matters_and_would_have_gone_unseen_is_said(tuned, cur
     answer, _ = tuned(cures, noise=0.01)
     said = " ".join(summary(answer))
     assert said.startswith("Not known yet whether ") and answer.outcome == "undecided"
-    assert ": with 6 seeds the 95 % interval of its last loss ends" in said
-    assert "and 0.0053 matters (--margin)" in said and "--resume --seeds" in said
+    assert ": with 6 seeds the 95 % interval of its last loss reaches" in said
+    assert "beyond the margin of 0.0053 (--margin)" in said and "--resume --seeds" in said
     assert "passes as it is" not in said and "trains as O0 does with" not in said
     assert (
         ("may train as O0 does with 1 module" in said) == bool(answer.line) == (cures == ["head"])
@@ -177,7 +177,8 @@ def test_used_up_candidates_are_no_verdict(tuned):
     assert answer.outcome == "undecided" and answer.candidates == 2
     [said] = summary(answer)
     assert (
-        "Not known yet: 2 candidates were tried" in said and "--resume --candidates 4 goes" in said
+        "Not known yet: 2 candidates were tried" in said
+        and "--resume --candidates 4 continues" in said
     )
 
 
@@ -215,7 +216,7 @@ def test_a_tuning_that_goes_on_keeps_its_own_options_and_says_so(tuned, tmp_path
     said = []
     answer, trials = tuned(["head"], resume=True, candidates=20, say=said.append)
     words = "--dtype bfloat16 --probe-steps 7 --rounds 5 --seeds 6"
-    assert said[0] == f"Goes on with the tuning in its folder, and keeps its settings: {words}."
+    assert said[0] == f"Resumes the tuning in its folder, and keeps its settings: {words}."
     assert answer.needed == ["head"] and answer.dtype == "bfloat16" and answer.candidates > 1
     assert [(options.steps, options.dtype) for options in trials.probed] == [(7, "bfloat16")]
     assert trials.last.rounds == 5  # the timing is its last sweep

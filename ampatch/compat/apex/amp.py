@@ -107,7 +107,7 @@ initialize.__signature__ = _INITIALIZE  # type: ignore[attr-defined]
 
 @functools.wraps(ampatch.init)
 def init(*args: Any, **kwargs: Any) -> Handle:
-    """`ampatch.init`, after it has applied edits of `amp.lists`."""
+    """Apply the edits of `amp.lists`, then call `ampatch.init`."""
     facade.edit_tables(lists.edits())
     return ampatch.init(*args, **kwargs)
 
@@ -135,14 +135,14 @@ def scale_loss(
         return block
     scaler.begin_block()
     return (
-        _and_update(block, scaler, listed)
+        _then_update(block, scaler, listed)
         if calls_replacement and not delay_overflow_check
         else block
     )
 
 
 @contextlib.contextmanager
-def _and_update(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterator[Tensor]:
+def _then_update(block: Any, scaler: LossScaler, optimizers: Sequence[Any]) -> Iterator[Tensor]:
     with block as scaled:
         yield scaled
     scaler.call_replaced_update_scale(optimizers)
@@ -157,7 +157,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
     """Like `ampatch.load_state_dict`, for the scalers of `state_dict`.
 
     In apex the scalers of one `initialize` serve all optimizers.  So a scaler that the checkpoint
-    has no entry for takes the entry with its index within its own session.
+    has no entry for takes the entry of the scaler's index in its session.
     """
     scalers = _scalers()
     if isinstance(state, dict):
@@ -171,7 +171,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
 def _scalers() -> dict[str, tuple[facade.Scaler, str]]:
     """Maps the name of each scaler in use to the scaler and its name within its session."""
     if len(facade.open_sessions()) > 1:
-        gc.collect()  # optimizers of earlier folds are in reference cycles
+        gc.collect()  # optimizers of earlier cross-validation runs are in reference cycles
     sessions = scaling_sessions()
     if not sessions:
         ampatch.state_dict()  # raises `AmpatchError`: no session is open

@@ -32,7 +32,7 @@ def _setting(name: str, default: Any, convert: Callable) -> Any:
 
 
 class LossScaler:
-    """A loss scale under apex's names: its own, or (`of`) the scale of a session.
+    """A loss scale under apex's names: its own or, made by `of`, a session's.
 
     After blocks with `delay_overflow_check=True` a script calls `update_scale()`.  Only that call
     updates the scale, and the next step ignores the overflow of these blocks.  The call reads the
@@ -44,7 +44,7 @@ class LossScaler:
         init_scale: the first dynamic scale.
         scale_factor, scale_window: a dynamic scale is divided by the factor on overflow, and
             multiplied by it after `scale_window` clean steps in a row.
-        min_loss_scale, max_loss_scale: limits of a dynamic scale; None: 2**-24.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale; `min_loss_scale=None` is 2**-24.
 
     Pickled it has apex's attributes: checkpoints of `FP16_Optimizer` hold this object.
     """
@@ -74,7 +74,7 @@ class LossScaler:
         self._session = session
         self._own_buffer: Tensor | None = None
         self._script_buffer: Tensor | None = None  # set by the script
-        self._overflow_set = False  # set by the script or by `update_scale`
+        self._overflow_flag = False  # set by the script or by `update_scale`
         self._clean_steps = (0, -1)  # the script's `_unskipped`; the scale's generation then
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._overflow_set or (self._script_buffer is None and self._blocks_overflowed())
+        return self._overflow_flag or (self._script_buffer is None and self._blocks_overflowed())
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._overflow_set = bool(value)
+        self._overflow_flag = bool(value)
         if not value and self.dynamic:
             self._scaler.forget_overflow()
 
@@ -154,7 +154,7 @@ class LossScaler:
 
     def begin_block(self) -> None:
         """Forget earlier overflow at the start of a `scale_loss` block, as apex does."""
-        self._overflow_set = False
+        self._overflow_flag = False
         for buffer in (self._own_buffer, self._script_buffer):
             if buffer is not None:
                 buffer.zero_()
@@ -168,14 +168,14 @@ class LossScaler:
         """Update the scale after one step; returns whether to skip that step.  Synchronizes."""
         if not self.dynamic:
             return False
-        self._overflow_set = self._has_overflow or bool(self._overflow_buf.item())
+        self._overflow_flag = self._has_overflow or bool(self._overflow_buf.item())
         if self._scaler.was_updated_by_step:  # the step came before this call
             self._scaler.was_updated_by_step = False
-            return self._overflow_set
+            return self._overflow_flag
         if (session := self._session()) is not None:
             facade.drop_pending_updates(session, self._scaler)
-        self._scaler.update([self._overflow_set])
-        return self._overflow_set
+        self._scaler.update([self._overflow_flag])
+        return self._overflow_flag
 
     @property
     def is_update_replaced(self) -> bool:

@@ -32,7 +32,7 @@ MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
 MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; the first two do not count
 _USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
 _THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
-_SMALLEST_OVERRUN = 1.1  # a size is accepted if it takes this factor of the smallest size's time
+_SHORTEST_OVERRUN = 1.1  # a size may take this factor of the shortest size's time
 
 
 def short_steps(runs: Iterable[Run]) -> int | None:
@@ -52,9 +52,10 @@ def is_due(trial: Trial, runs: Iterable[Run], fail_fast: bool = False) -> bool:
     """
     cases = (trial.case, BASE) if trial.short else (trial.case,)
     failed = [run for run in runs if run.case in cases and status(run) != OK]
-    any_failure = trial.short or fail_fast
+    any_failure_counts = trial.short or fail_fast
     return not any(
-        not run.trial.again and (any_failure or run.trial.short or status(run).startswith(NO_STEP))
+        not run.trial.again
+        and (any_failure_counts or run.trial.short or status(run).startswith(NO_STEP))
         for run in failed
     )
 
@@ -82,22 +83,22 @@ class PlanSize:
     ) -> list[Trial]:
         """The trials in order, with the `options` of `cases_and_trials.trials`.
 
-        A round that has already ended without a second run of O0 gets none.
+        No second run of O0 is added to a round of full runs that has ended without one.
         """
         planned = trials(self.included(cases), self.seeds, self.rounds, again=self.again, **options)
         last_round = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
         lacks_second_base_runs = last_round > (0, 0) and not any(trial.again for trial in ended)
-        obsolete = {
+        missed_second_runs = {
             trial
             for trial in planned
             if trial.again
             and not trial.repeat
             and (lacks_second_base_runs or trial.round < last_round)
         }
-        return [trial for trial in planned if trial in ended or trial not in obsolete]
+        return [trial for trial in planned if trial in ended or trial not in missed_second_runs]
 
     def tests_accuracy(self, wanted: PlanSize) -> bool:
-        """Whether there are as many seeds as a verdict on accuracy needs."""
+        """Whether the seeds are enough to test accuracy."""
         return self.seeds >= min(wanted.seeds, MIN_TEST_SEEDS)
 
 
@@ -106,12 +107,12 @@ class Timings:
     """The times of ended runs in seconds, and estimates for the others."""
 
     spent: float  # seconds of all ended runs
-    short_run_overhead: float  # least seconds outside of the steps, of all runs
-    full_run_overhead: float  # least seconds outside of the steps, of full runs
+    short_run_overhead: float  # seconds of a short run outside its steps: the least of any run
+    full_run_overhead: float  # seconds of a full run outside its steps: the least of any
     full_run_steps: int  # optimizer steps of a full run
     short_run_steps: int  # optimizer steps of a short run
-    steps: Mapping[Case, float]  # mean seconds of a step, by row
-    full_runs: Mapping[Case, float]  # mean seconds of a full run, by row
+    mean_step_seconds: Mapping[Case, float]  # by row
+    full_run_seconds: Mapping[Case, float]  # mean, by row
     half_speeds: Mapping[str, float]  # speed of each half dtype, relative to FP32
     failed: Sequence[Run]
 
@@ -130,25 +131,24 @@ class Timings:
             spent=sum(run.seconds for run in runs),
             short_run_overhead=min(map(_overhead, trained)) - imports,
             full_run_overhead=min(map(_overhead, good)) - imports,
-            full_run_steps=bases[0].steps,
-            short_run_steps=short_steps(bases) or MIN_TIMED_STEPS,
-            steps=_means((run.case, _step(run)) for run in trained if _step(run)),
-            full_runs=_means((run.case, run.seconds) for run in full_runs if run is not bases[0]),
-            half_speeds=half_speeds,
-            failed=[run for run in runs if status(run) != OK],
-        )
+            full_run_steps=bases[0].steps, short_run_steps=short_steps(bases) or MIN_TIMED_STEPS,
+            mean_step_seconds=_means((run.case, _step(run)) for run in trained if _step(run)),
+            full_run_seconds=_means((r.case, r.seconds) for r in full_runs if r is not bases[0]),
+            half_speeds=half_speeds, failed=[run for run in runs if status(run) != OK],
+        )  # fmt: skip
 
     def step_seconds(self, case: Case) -> float:
-        """Seconds of a step of this row, as measured.
+        """Seconds of a step of this row.
 
-        Else those of the slowest row with its dtype; else O0's, divided by the speed of the dtype.
+        Before it has run: that of its dtype's slowest row, or O0's divided by the dtype's speed.
         """
-        same_dtype = [seconds for other, seconds in self.steps.items() if other.dtype == case.dtype]
+        measured = self.mean_step_seconds
+        same_dtype = [seconds for other, seconds in measured.items() if other.dtype == case.dtype]
         if same_dtype:
-            return self.steps.get(case, max(same_dtype))
+            return measured.get(case, max(same_dtype))
         dtypes = (case.dtype or "").split("+")
         speed = min(min(1.0, self.half_speeds.get(name, 1.0)) for name in dtypes)
-        return self.steps.get(BASE, 0.0) / speed
+        return measured.get(BASE, 0.0) / speed
 
     def trial_seconds(self, trial: Trial, few_steps: bool) -> float:
         """How long a trial will take; with `few_steps` a short run has `MIN_TIMED_STEPS`."""
@@ -157,7 +157,7 @@ class Timings:
             steps = min(self.short_run_steps, self.full_run_steps)
             return self.short_run_overhead + seconds * (MIN_TIMED_STEPS if few_steps else steps)
         estimate = self.full_run_overhead + seconds * self.full_run_steps
-        return self.full_runs.get(trial.case, estimate)
+        return self.full_run_seconds.get(trial.case, estimate)
 
     def sweep_seconds(
         self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]
@@ -178,15 +178,16 @@ def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     They give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the second run
     of O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing.
     """
-    seeds_to_test, min_rounds = min(wanted.seeds, MIN_TEST_SEEDS), min(wanted.rounds, MIN_ROUNDS)
-    for seeds in range(wanted.seeds, seeds_to_test - 1, -1):
+    test_seeds = min(wanted.seeds, MIN_TEST_SEEDS)  # enough to test accuracy
+    min_rounds = min(wanted.rounds, MIN_ROUNDS)
+    for seeds in range(wanted.seeds, test_seeds - 1, -1):
         yield PlanSize(seeds, wanted.rounds)
-    rounds_to_test = min(wanted.rounds, max(seeds_to_test, min_rounds))
-    yield PlanSize(seeds_to_test, rounds_to_test)
-    yield PlanSize(seeds_to_test, rounds_to_test, all_rows=False)
-    if rounds_to_test >= MIN_TEST_SEEDS:
-        yield PlanSize(seeds_to_test, rounds_to_test, all_rows=False, again=False)
-    yield PlanSize(min(seeds_to_test, 2), min(wanted.rounds, max(2, min_rounds)), all_rows=False)
+    test_rounds = min(wanted.rounds, max(test_seeds, min_rounds))
+    yield PlanSize(test_seeds, test_rounds)
+    yield PlanSize(test_seeds, test_rounds, all_rows=False)
+    if test_rounds >= MIN_TEST_SEEDS:
+        yield PlanSize(test_seeds, test_rounds, all_rows=False, again=False)
+    yield PlanSize(min(test_seeds, 2), min(wanted.rounds, max(2, min_rounds)), all_rows=False)
     for seeds in (1, 0):
         yield PlanSize(seeds, wanted.rounds)
         for rounds in range(wanted.rounds, min_rounds - 1, -1):
@@ -197,7 +198,7 @@ def choose_size(
     cases: Sequence[Case], wanted: PlanSize, minutes: float, timings: Timings,
     ended: Collection[Trial],
 ) -> PlanSize:  # fmt: skip
-    """The best size that fits `minutes`, or takes hardly longer than the smallest size.
+    """The best size that fits `minutes`, or takes at most `_SHORTEST_OVERRUN` times the shortest.
 
     Once a row other than O0 has run with seed 1 or higher, every row runs with that seed, because
     an incomplete round cannot be compared.  Two seeds are too few for a test, so a third follows if
@@ -210,7 +211,7 @@ def choose_size(
         dataclasses.replace(size, seeds=max(size.seeds, min_seeds)) for size in sizes(wanted)
     )
     times = {size: timings.sweep_seconds(cases, size, ended) for size in possible}
-    limit = max(_USABLE * 60 * minutes, _SMALLEST_OVERRUN * min(times.values()))
+    limit = max(_USABLE * 60 * minutes, _SHORTEST_OVERRUN * min(times.values()))
     chosen = next(size for size, seconds in times.items() if seconds <= limit)
     if min_seeds and not chosen.tests_accuracy(wanted):
         smallest_to_test = [size for size in times if size.tests_accuracy(wanted)][-1]

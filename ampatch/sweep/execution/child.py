@@ -40,10 +40,14 @@ from ampatch.sweep.execution import ranks
 from ampatch.sweep.execution.autocast_baseline import AutocastBaseline
 from ampatch.sweep.execution.autocast_off import AutocastOff
 from ampatch.sweep.execution.directory import RunFiles
-from ampatch.sweep.execution.plain_training import PlainTraining, watch_automatic, watch_unscaled
+from ampatch.sweep.execution.plain_training import (
+    PlainTraining,
+    record_auto_script,
+    record_losses_before_scale_loss,
+)
 from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Runner, TrialProgress
-from ampatch.sweep.execution.seeding import ScriptSeeds, seed_everything, skip_random_words
+from ampatch.sweep.execution.seeding import ScriptSeeds, seed_everything, skip_random_draws
 from ampatch.sweep.json_files import from_json, write_json
 from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
 from ampatch.sweep.measure.recorder import Recorder
@@ -73,16 +77,16 @@ def run(request: dict[str, Any]) -> int:
     rank = int(os.environ["RANK"]) if under_torchrun else 0
     _end_with_parent(request["guard"], under_torchrun)
     signal.signal(signal.SIGTERM, _exit_by_signal)
-    training = _TrainingSetup(runner, trial.case, None if rank else files.progress)
-    training.start()
+    setup = _TrainingSetup(runner, trial.case, None if rank else files.progress)
+    setup.start()
     if trial.case.tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     seed_everything(trial.seed)
-    skip_random_words(request.get("drawn", 0))  # as many as the server's imports drew
+    skip_random_draws(request.get("drawn", 0))  # as many as the fork server's imports drew
     script_seeds = ScriptSeeds(trial.seed, runner.override_seeds)
     script_seeds.watch()
-    writer = None if rank else _MeasuredWriter(files.measured, training, script_seeds)
+    writer = None if rank else _MeasuredWriter(files.measured, setup, script_seeds)
     environment_before = dict(os.environ)
     ending = _run_to_its_end(runner.program, runner.script_arguments(trial))
     if request["list_imports"] and not ending.exit_code:
@@ -112,9 +116,9 @@ def _run_to_its_end(program: Program, arguments: Sequence[str]) -> Ending:
     try:
         ending = program.run(arguments)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except SystemExit as late:  # SIGTERM after the script's last line, or an excepthook that exits
+    except SystemExit as exit_request:  # SIGTERM after the script's end, or an excepthook exits
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return make_ending(late)
+        return make_ending(exit_request)
     return ending
 
 
@@ -125,10 +129,10 @@ class _MeasuredWriter:
     class was registered first, so it runs last and adds what they did.
     """
 
-    def __init__(self, path: Path, training: _TrainingSetup, script_seeds: ScriptSeeds) -> None:
-        self._path, self._training, self._script_seeds = path, training, script_seeds
+    def __init__(self, path: Path, setup: _TrainingSetup, script_seeds: ScriptSeeds) -> None:
+        self._path, self._setup, self._script_seeds = path, setup, script_seeds
         self._error = ""
-        self._written_notices: int | None = None  # the recorder's `notices` at the last write
+        self._written_count: int | None = None  # the recorder's `num_notices` at the last write
         self._process = os.getpid()
         atexit.register(self._complete)
 
@@ -139,21 +143,21 @@ class _MeasuredWriter:
         """
         if os.getpid() != self._process:
             return
-        recorder = self._training.recorder
-        self._error, self._written_notices = error, recorder.notices
+        recorder = self._setup.recorder
+        self._error, self._written_count = error, recorder.num_notices
         try:
             measured = recorder.measured()
         except RuntimeError as device_error:  # a device that has failed returns no more values
             measured = Measured(error=describe(device_error))
         measured.error = error or measured.error
         measured.own_seed = self._script_seeds.first_call
-        measured.autocast_off = self._training.autocast_off.lines
-        measured.kind = self._training.kind()
-        measured.casts_nothing = self._training.casts_nothing()
+        measured.autocast_off = self._setup.autocast_off.lines
+        measured.kind = self._setup.kind()
+        measured.casts_nothing = self._setup.casts_nothing()
         write_json(self._path, measured)
 
     def _complete(self) -> None:
-        if self._written_notices not in (None, self._training.recorder.notices):
+        if self._written_count not in (None, self._setup.recorder.num_notices):
             self.write(self._error)
             late_threads.wait_until_idle(device_figures.used_accelerators())
 
@@ -187,10 +191,10 @@ class _TrainingSetup:
         if case.engine == AUTOCAST:  # before an apex package copies the public functions
             AutocastBaseline(getattr(torch, case.dtype), self.recorder).install()
         if case.engine == AS_IT_IS:
-            children.start(False)
-            training = PlainTraining(self.recorder, AUTOCAST)
-            training.start()
-            framework_patches.wrap_backward(training.framework_backward)
+            children.start(is_auto=False)
+            plain_training = PlainTraining(self.recorder, AUTOCAST)
+            plain_training.start()
+            framework_patches.wrap_backward(plain_training.framework_backward)
             return
         is_base = case.opt_level == BASE.opt_level
         is_automatic = kind.is_plain and not is_base
@@ -204,14 +208,14 @@ class _TrainingSetup:
             self._recognition = Recognition(self.recorder, self.autocast_off)
             self._recognition.start()
         elif is_automatic:
-            watch_automatic(self.recorder, environment.read())
+            record_auto_script(self.recorder, environment.read())
             self._forwards = open_sessions()[-1].outermost_forwards
         else:
             ampatch.observe(self.recorder)
             if case.engine != AUTOCAST:  # `AutocastBaseline` reports unscaled losses itself
-                watch_unscaled(self.recorder)
+                record_losses_before_scale_loss(self.recorder)
             if "eps" in dict(case.settings):
-                ampatch.observe(_SmallestEps(dict(case.settings)["eps"]))
+                ampatch.observe(_EpsFloor(dict(case.settings)["eps"]))
             if kind.name == FRAMEWORK:
                 framework_patches.install_integration(kind.framework)
             _end_without_initialize()
@@ -221,7 +225,7 @@ class _TrainingSetup:
             write_json(self._progress, TrialProgress(steps, loss, self.kind()))
 
 
-class _SmallestEps:
+class _EpsFloor:
     """An observer that raises every eps to at least `smallest` before each optimizer step."""
 
     def __init__(self, smallest: float) -> None:
@@ -262,11 +266,11 @@ def _end_with_parent(pipe: int | None, under_torchrun: bool) -> None:
     """Have this process and its children killed when the sweep's process has ended.
 
     A guard process of the same group waits for the pipe to close.  A thread cannot do that, because
-    C code may hold the interpreter's lock for any time.
+    C code may hold the GIL indefinitely.
     """
     if pipe is None:
         return
-    if under_torchrun:  # torchrun passes no open files on
+    if under_torchrun:  # torchrun's workers inherit no descriptors: open the parent's pipe
         pipe = os.open(f"/proc/{os.getppid()}/fd/{pipe}", os.O_RDONLY)
     subprocess.run([sys.executable, "-I", "-S", "-c", _GUARD], stdin=pipe, check=True)
     os.close(pipe)

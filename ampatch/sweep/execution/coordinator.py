@@ -45,7 +45,7 @@ class Coordinator:
         self._has_warned_over_budget = False
         self.shown_failures: set[Case] = set()  # rows of which a failure was shown
 
-    def resume(self) -> None:
+    def add_earlier_runs(self) -> None:
         """Add the runs of the sweep that is resumed."""
         for run in self._directory.finished(self._plan.possible, self._options.timeout):
             # A run that stopped the sweep is repeated, because its cause may be fixed.
@@ -69,7 +69,7 @@ class Coordinator:
             has_trained=bool(self._collected.runs),
         )
         for event in schedule.run(engine):
-            if self._shows_kind(event):
+            if self._update_kind(event):
                 schedule.set_queues(*self._queues())
                 if self._plan.kind.lacks_initialize:
                     display.said(kind_note(str(self._program), self._options, self._plan))
@@ -95,8 +95,8 @@ class Coordinator:
             runner, kind=self._plan.kind, steps=self._plan.steps(trial, runs)
         )
 
-    def _shows_kind(self, event: Event) -> bool:
-        """Whether the event shows the kind of the script; then the plan has changed."""
+    def _update_kind(self, event: Event) -> bool:
+        """Set the kind that the event shows; returns whether it is new and so changed the plan."""
         if isinstance(event, Progressed):
             kind = event.progress.kind
         elif isinstance(event, Ended):
@@ -125,7 +125,7 @@ class Coordinator:
             self._lost.append(event)
             display.lost(event.trial, event.reason)
         elif isinstance(event, Ended):
-            self._ended(event.run, display)
+            self._handle_ended(event.run, display)
         else:
             is_wrong_metric = isinstance(event.error, ValueError)  # --metric matched no number
             raise SweepError(str(event.error)) if is_wrong_metric else event.error
@@ -140,7 +140,7 @@ class Coordinator:
                 "--steps N ends each run after N steps."
             )
 
-    def _ended(self, run: Run, display: Progress) -> None:
+    def _handle_ended(self, run: Run, display: Progress) -> None:
         self._begun.add(run.trial)
         reason = self._reason_to_stop(run)
         new_notes = self._collected.add(run)

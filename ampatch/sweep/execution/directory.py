@@ -192,8 +192,8 @@ class Directory:
         if not resume:
             raise ValueError(
                 f"{self.path}: holds a sweep of {earlier.script} from {earlier.started}, "
-                f"{earlier.done} of {earlier.planned} runs. Go on with it by --resume, replace it "
-                "by --overwrite, or choose another directory with --out."
+                f"{earlier.done} of {earlier.planned} runs. Continue it with --resume, replace it "
+                "with --overwrite, or choose another directory with --out."
             )
         by_budget = ("seeds", "rounds") if earlier.plan.get("budget") else ()
         before = {name: n for name, n in earlier.settings.items() if name not in by_budget}
@@ -202,7 +202,8 @@ class Directory:
         if differences:
             raise ValueError(
                 f"{self.path}: cannot be resumed, it is another sweep: {differences}. Give the "
-                "same settings, replace it by --overwrite, or choose another directory with --out."
+                "same settings, replace it with --overwrite, or choose another directory with "
+                "--out."
             )
 
 

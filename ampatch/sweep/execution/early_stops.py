@@ -8,14 +8,7 @@ from pathlib import Path
 from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import pluralize
-from ampatch.sweep.report.run_figures import (
-    DIVERGED,
-    NO_STEP,
-    NO_TRAINING,
-    OK,
-    status,
-    status_name,
-)
+from ampatch.sweep.report.run_figures import DIVERGED, NO_STEP, NO_TRAINING, OK, status, status_name
 from ampatch.sweep.trial import BASE
 
 WRONG_ARGUMENTS = 2  # the exit status of argparse

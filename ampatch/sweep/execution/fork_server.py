@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     environment_before = dict(os.environ)
     seeding.seed_everything(0)
     cold_start_reason = import_modules(**pipe.recv())
-    drawn = seeding.words_drawn()
+    drawn = seeding.count_random_draws()
     if drawn is None and not cold_start_reason:
         cold_start_reason = "an import draws random numbers"
     pipe.send(cold_start_reason)

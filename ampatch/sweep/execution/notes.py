@@ -44,7 +44,7 @@ def script_notes(
 
 
 def kind_note(script: str, options: SweepOptions, plan: Plan) -> str:
-    """The kind of a script without `initialize`; and why levels are missing, if all were wanted."""
+    """The kind of the script and, unless levels were chosen, why some levels are missing."""
     wants_all = plan.kind.is_plain and options.levels is None and options.rows is None
     note = f"{script} {plan.kind.description()}."
     return f"{note} {plan.kind.needs}." if wants_all else note
@@ -102,8 +102,8 @@ def half_baseline_recommendation(script: str, kind: Kind) -> str:
         return ""
     return (
         f"None: O0 is not FP32. {script} trains weights in {' and '.join(kind.half_weights)} by "
-        "itself (model.half(), a default dtype, a framework's pure half precision). Expected FP32 "
-        "weights; leave half to the levels."
+        "itself (model.half(), a default dtype, a framework's pure half precision). Keep the "
+        "weights in FP32: the opt levels cast them."
     )
 
 
@@ -119,8 +119,8 @@ def _seed_note(
     if not seeds_matter(bases):
         call = f" ({script_seeds[0]})" if script_seeds else ""
         return (
-            f"The seed does not reach the script{call}: O0 gives the same with each seed, so "
-            f"accuracy is not tested. {_HOW_TO_SEED}."
+            f"The seed does not reach the script{call}: O0 gives the same results with "
+            f"every seed, so accuracy is not tested. {_HOW_TO_SEED}."
         )
     if options.override_seeds or not script_seeds:
         return ""
@@ -135,7 +135,7 @@ def _seed_note(
         return ""
     return (
         f"{script} seeds itself: {script_seeds[0]}. Random numbers drawn after this call do not "
-        f"depend on the seed of the sweep. {_HOW_TO_SEED}."
+        f"depend on the trial's seed. {_HOW_TO_SEED}."
     )
 
 
@@ -207,12 +207,13 @@ def _metric_note(runs: Sequence[Run], logs: Path) -> str:
     if not good or any(run.measured.metrics for run in good):
         return ""
     log = RunFiles.of(logs, good[0].trial).log
-    number = metric_hint(log, log.stat().st_size) if log.exists() else None
-    if number is None:
+    hint = metric_hint(log, log.stat().st_size) if log.exists() else None
+    if hint is None:
         return ""
+    example, pattern = hint
     return (
-        f'The output has "{number[0]}", and no metric was given, so the last loss is compared. '
-        f"--resume --metric {shlex.quote(number[1])} compares this number too, without running a "
+        f'The output has "{example}", and no metric was given, so the last loss is compared. '
+        f"--resume --metric {shlex.quote(pattern)} compares this number too, without running a "
         "trial again."
     )
 
@@ -242,7 +243,7 @@ def _timing_notes(plan: Plan, runs: Sequence[Run]) -> list[str]:
     elif len(timed) < len(runs):
         notes.append(
             f"Step time and speed are of the {len(timed)} of {len(runs)} runs that ran alone on "
-            "their device; the others ran beside each other, for accuracy."
+            "their device; the others ran at the same time, for accuracy."
         )
     measured = [run for run in timed if run.measured and run.measured.device]
     machines = {f"{run.host} ({run.measured.device})" for run in measured}

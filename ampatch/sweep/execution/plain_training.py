@@ -25,7 +25,7 @@ from ampatch.session.facade import PatchSet
 from ampatch.sweep.measure.recorder import Recorder
 
 
-def watch_automatic(recorder: Recorder, settings: dict[str, Any]) -> None:
+def record_auto_script(recorder: Recorder, settings: dict[str, Any]) -> None:
     """Report the training of a script under `ampatch.auto`, with its unscaled losses.
 
     `settings` has the opt level and the dtype of the environment.
@@ -36,7 +36,7 @@ def watch_automatic(recorder: Recorder, settings: dict[str, Any]) -> None:
     recorder.on_initialize(properties_for(settings["opt_level"], settings["dtype"]))
 
 
-def watch_unscaled(recorder: Recorder) -> None:
+def record_losses_before_scale_loss(recorder: Recorder) -> None:
     """Report the losses of a script that calls `initialize`, up to its first `scale_loss`."""
     training = PlainTraining(recorder, "")
     training.watch_losses()

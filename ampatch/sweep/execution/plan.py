@@ -1,6 +1,6 @@
 """The plan of a sweep: its trials, from the options, the kind of the script and the budget.
 
-The first run at O0 shows the kind of the script.  The plan is then made again, while it runs.
+The first run at O0 shows the kind of the script.  The plan is then remade while the sweep runs.
 """
 
 from __future__ import annotations
@@ -111,14 +111,16 @@ class Plan:
                 f"accuracy takes {MIN_TEST_SEEDS} seeds: run again with {self.resume_options()}."
             )
         with_o3 = dataclasses.replace(chosen, all_rows=True).trials(self.cases)
-        omitted = [trial for trial in with_o3 if not trial.short and trial not in self.trials]
-        left_out = {
-            "O3": any(budget.is_due(trial, timings.failed) for trial in omitted),
+        omitted_trials = [
+            trial for trial in with_o3 if not trial.short and trial not in self.trials
+        ]
+        omissions = {
+            "O3": any(budget.is_due(trial, timings.failed) for trial in omitted_trials),
             "a second timing of O0": not any(trial.again for trial in self.trials),
             pluralize(wanted.seeds - chosen.seeds, "more seed"): wanted.seeds > chosen.seeds,
             "rounds of timing": wanted.rounds > max(chosen.rounds, chosen.seeds),
         }
-        names = ", ".join(name for name, is_left_out in left_out.items() if is_left_out)
+        names = ", ".join(name for name, is_omitted in omissions.items() if is_omitted)
         minutes = timings.minutes_for(self.cases, wanted, self._ended)
         return names and f"Left out: {names}. --resume --budget {minutes} runs all of it."
 
@@ -206,7 +208,7 @@ class Plan:
         return {
             "budget": self._minutes,
             "half_speeds": [self._half_speeds.lowest, self._half_speeds.highest],
-            "amounts": dataclasses.asdict(self.chosen) if self.has_budget else None,  # size
+            "amounts": dataclasses.asdict(self.chosen) if self.has_budget else None,  # chosen size
         }
 
     @property
@@ -235,7 +237,7 @@ class Plan:
     def _wanted_size(self, cases: Sequence[Case]) -> PlanSize:
         """The size that is run if there is time."""
         options, recorded = self._options, self._recorded
-        if recorded.get("amounts") and self._minutes is None:  # adds what a budget left out
+        if recorded.get("amounts") and self._minutes is None:  # run what the budget had left out
             earlier = PlanSize(**recorded["amounts"])
             return PlanSize(options.seeds or earlier.seeds, options.rounds or earlier.rounds)
         rounds = options.rounds or recorded.get("rounds") or ROUNDS
@@ -243,14 +245,15 @@ class Plan:
         return PlanSize(options.seeds or recorded.get("seeds") or default, rounds)
 
     def _set_trials(self) -> None:
+        """Set `cases`, `trials`, `possible` and `order`; ended trials stay in the plan."""
         self.cases = self._make_cases()
         planned = self._trials_of(self.chosen)
         other_sizes = budget.sizes(self.wanted) if self.has_budget else ()
         their_trials = (trial for size in other_sizes for trial in self._trials_of(size))
         self.possible = list(dict.fromkeys([*planned, *their_trials]))
-        dropped = [trial for trial in self._ended if trial not in planned]
-        self.trials = [*dropped, *planned]
-        order = dict.fromkeys([*self.possible, *dropped])
+        ended_unplanned = [trial for trial in self._ended if trial not in planned]
+        self.trials = [*ended_unplanned, *planned]
+        order = dict.fromkeys([*self.possible, *ended_unplanned])
         self.order = {trial: number for number, trial in enumerate(order)}
 
     def _trials_of(self, size: PlanSize) -> list[Trial]:

@@ -31,10 +31,8 @@ def torchrun_arguments(processes: int, folder: Path) -> list[str]:
     """The arguments of torchrun, up to the name of the module that each rank runs."""
     to_files = ",".join(f"{rank}:3" for rank in range(1, processes))  # 3 means both streams
     return [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        f"--log-dir={folder}",
+        *("torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={processes}", f"--log-dir={folder}"),
         *([f"--redirects={to_files}"] if to_files else []),
         "-m",
     ]

@@ -15,7 +15,7 @@ import ampatch
 from ampatch.errors import AmpatchError
 from ampatch.integrations import framework_patches
 from ampatch.sweep.execution.autocast_off import AutocastOff
-from ampatch.sweep.execution.plain_training import PlainTraining, watch_unscaled
+from ampatch.sweep.execution.plain_training import PlainTraining, record_losses_before_scale_loss
 from ampatch.sweep.kinds import AMPATCH, FRAMEWORK, FRAMEWORKS, LATE, NO_AMP, TORCH_AMP, Kind
 from ampatch.sweep.measure.recorder import Recorder
 
@@ -55,7 +55,7 @@ class Recognition:
             modules = {name: [framework.integration] for name, framework in FRAMEWORKS.items()}
             self._framework = _running_framework(sys._getframe(), modules)
             self._training.mute()
-            watch_unscaled(self._recorder)
+            record_losses_before_scale_loss(self._recorder)
             return
         raise AmpatchError(
             f"{LATE}: a sweep cannot tell which part of this training is to be compared. Expected "

@@ -52,7 +52,7 @@ class TrialControl:
 
     Another thread ends the trial by setting the event `cancelled`; the script then has `GRACE`
     seconds to end.  Setting `killed` as well cuts this wait short.  With `warm` the trial is forked
-    if possible.
+    from a process that has imported torch, if possible.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class TrialControl:
         self._last: TrialProgress | None = None
         self.cancelled, self.killed = threading.Event(), threading.Event()
 
-    def check(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raise `Cancelled` if the trial was cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
 
     def report_progress(self, file: Path) -> None:
         """Report new progress in the file.  Raises `Cancelled` if the trial was cancelled."""
-        self.check()
+        self.raise_if_cancelled()
         data = read_json(file)
         progress = None if data is None else from_json(TrialProgress, data)
         if progress not in (None, self._last):
@@ -84,14 +84,14 @@ class Runner:
     program: Program
     arguments: Sequence[str]
     directory: Path  # folder for the files of the runs
-    steps: int | None = None  # end the script after so many optimizer steps, unless it has {steps}
+    steps: int | None = None  # optimizer steps after which a script without {steps} is ended
     metrics: Mapping[str, str] | None = None  # names and regular expressions for the output
     timeout: float | None = None  # seconds
     kind: Kind = UNKNOWN  # kind of the script
     override_seeds: bool = False  # derive the script's seeds from the trial's
-    processes: int | None = None  # per trial, started by torchrun; None if one without torchrun
+    processes: int | None = None  # torchrun processes per trial; None: one without torchrun
     probe: tuple[str, str] | None = None
-    """(module, text): each child imports the module and calls `start(text, autocast_off, ...)`."""
+    """(module, text): each child imports the module, calls `start(text, autocast_off, writes)`."""
     in_copy: bool = False  # run each trial in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
@@ -102,16 +102,16 @@ class Runner:
         """
         files = RunFiles.of(self.directory, trial)
         files.remove()
-        here, sweep_folder = Path.cwd(), self.directory.parent
+        here, excluded = Path.cwd(), self.directory.parent  # excluded: the sweep's own files
         is_first = trial == Trial(BASE)
         script_folder = self.program.file().resolve().parent
         folders = [here] if script_folder.is_relative_to(here) else [here, script_folder]
-        excluded, times_before = sweep_folder, {}
+        times_before = {}
         if is_first and not self.in_copy:
             times_before = user_files.change_times(folders, excluded)
         copy = user_files.copy_of(here, files.copy, excluded) if self.in_copy else nullcontext()
         with copy, files.script_directory(), self._child(trial, files, placement, control) as child:
-            started, started_at = time.monotonic(), time.time()
+            started, started_wall_time = time.monotonic(), time.time()
             in_time = _wait(child, files, started, self.timeout, control)
             if not in_time:
                 _end(child, control)
@@ -124,7 +124,7 @@ class Runner:
             trial, child.returncode, time.monotonic() - started, measured,
             ended_by="" if in_time else f"timed out: after {self.timeout:g} s",
             timeout=self.timeout, alone=placement.alone,
-            imports=_import_seconds(child, started_at, measured) if control.warm else 0.0,
+            imports=_import_seconds(child, started_wall_time, measured) if control.warm else 0.0,
             host=socket.gethostname(), devices=placement.devices,
             wrote=user_files.changed_names(times_before, times_after),
             linked=user_files.linked_entries(here, excluded) if is_first_copy else [],
@@ -164,7 +164,9 @@ class Runner:
                 if can_fork and self.kind.name != FRAMEWORK:
                     request["list_imports"] = warm.needs_imports
                     descriptors = (log.fileno(), guard_pipe)
-                    child = warm.start(to_json(request), environment, descriptors, control.check)
+                    child = warm.start(
+                        to_json(request), environment, descriptors, control.raise_if_cancelled
+                    )
                 child = child or subprocess.Popen(
                     self._command(request, files), stdin=subprocess.DEVNULL, stdout=log,
                     stderr=subprocess.STDOUT, env=environment,
@@ -194,10 +196,14 @@ class Runner:
         return [*launcher, "ampatch.sweep.execution.child", json.dumps(to_json(request))]
 
 
-def _import_seconds(child: object, started_at: float, measured: Measured | None) -> float:
+def _import_seconds(child: object, started_wall_time: float, measured: Measured | None) -> float:
     """Seconds from the start of a cold child to the start of its recorder; 0 for a forked child."""
     began = measured.machine.get("began") if measured else None
-    return 0.0 if began is None or isinstance(child, ForkedTrial) else max(0.0, began - started_at)
+    return (
+        0.0
+        if began is None or isinstance(child, ForkedTrial)
+        else max(0.0, began - started_wall_time)
+    )
 
 
 def _wait(
@@ -217,8 +223,8 @@ def _end(child: subprocess.Popen[bytes] | ForkedTrial, control: TrialControl) ->
     """Send SIGTERM to the child's process group, and SIGKILL after `GRACE` seconds."""
     _signal(child, signal.SIGTERM)
     try:
-        end = time.monotonic() + GRACE
-        while child.poll() is None and time.monotonic() < end and not control.killed.is_set():
+        deadline = time.monotonic() + GRACE
+        while child.poll() is None and time.monotonic() < deadline and not control.killed.is_set():
             time.sleep(POLL)
     finally:
         _signal(child, getattr(signal, "SIGKILL", signal.SIGTERM))

@@ -23,7 +23,7 @@ import torch
 from ampatch.device_figures import seeding_functions
 from ampatch.sweep.execution.script_lines import script_line
 
-_MAX_WORDS = 64
+_MAX_DRAWS = 64
 _SEEDING_FUNCTIONS = {
     "torch.manual_seed": ("torch", "torch.random"),
     "random.seed": ("random",),
@@ -42,24 +42,24 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def words_drawn() -> int | None:
+def count_random_draws() -> int | None:
     """How many 32-bit words were drawn from `random` since `seed_everything(0)`, by imports.
 
-    Importing `rich` draws one.  None if more than `_MAX_WORDS` were drawn, or if numbers were
+    Importing `rich` draws one.  None if more than `_MAX_DRAWS` were drawn, or if numbers were
     drawn from another generator.
     """
     states = _states()
     seed_everything(0)
-    for count in range(_MAX_WORDS):
+    for count in range(_MAX_DRAWS):
         if _states() == states:
             return count
-        skip_random_words(1)
+        skip_random_draws(1)
     return None
 
 
-def skip_random_words(words: int) -> None:
+def skip_random_draws(draws: int) -> None:
     """Draw this number of 32-bit words from `random`."""
-    random.getrandbits(32 * words)
+    random.getrandbits(32 * draws)
 
 
 def _states() -> list[str]:

@@ -83,7 +83,7 @@ class Sweep:
             self._program, sweep_options, plan, self._collected, directory
         )
         try:
-            self._coordinator.resume()
+            self._coordinator.add_earlier_runs()
             self._collected.write()
             self._directory.runs.mkdir(exist_ok=True)
         except SweepError as error:
@@ -133,9 +133,8 @@ class Sweep:
     def run(self, progress: Progress | None = None) -> Sweep:
         """Run the trials that have not run yet; each writes its files when it has ended.
 
-        Raises `SweepError` after the first run if the script does not train or does not report
-        the metric; and at the end if trials were lost, for example with a node.  No trial is left
-        running.
+        Raises `SweepError` after the first run if the script does not train or report the metric,
+        and at the end if trials were lost, for example with a node.  No trial is left running.
         """
         program, file = self._program, self._file.resolve()
         if self._options.runs_in_copies and file.is_relative_to(Path.cwd()):
@@ -172,7 +171,7 @@ class Sweep:
             "script_sha256": hashlib.sha256(self._file.read_bytes()).hexdigest(),
             "arguments": self.arguments,
             **self._plan.settings(),
-            **self._options.kept(),
+            **self._options.fixed_on_resume(),
             "ampatch": __version__,
             "torch": torch.__version__,
         }

@@ -37,7 +37,7 @@ class Recorder:
         self._machine = machine_conditions()
         self._started = time.monotonic()
         self._reported = 0.0
-        self.notices = 0  # number of calls about sessions, steps and metrics
+        self.num_notices = 0  # number of calls about sessions, steps and metrics
         self._properties: Any = None
         self._training_without_ampatch: tuple[str, dict[str, Any]] | None = None
         self._skipped = Readings()
@@ -53,7 +53,7 @@ class Recorder:
         self._stopped_at: int | None = None
 
     def on_initialize(self, properties: Any) -> None:
-        self.notices += 1
+        self.num_notices += 1
         self._properties = properties
 
     def on_training_without_ampatch(self, level: str, properties: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Recorder:
         self._scales[str(loss_id)].add(self._count, scale)
 
     def on_step(self, optimizer: Any, skipped: Any) -> None:
-        self.notices += 1
+        self.num_notices += 1
         self._last_optimizer = optimizer
         params = (param for group in optimizer.param_groups for param in group["params"])
         device = next((param.device for param in params), torch.device("cpu"))
@@ -85,7 +85,7 @@ class Recorder:
 
     def on_metrics(self, values: dict[str, float]) -> None:
         """Record metrics; the script has just evaluated, which is a pause in its training."""
-        self.notices += 1
+        self.num_notices += 1
         self._pauses += bool(values)
         for name, value in values.items():
             self._metrics[name].add(self._count, value)

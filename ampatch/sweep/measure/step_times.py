@@ -54,8 +54,7 @@ class StepTimes:
         """`step_seconds` and `cpu_seconds` of the optimizer that stepped most often.
 
         Its step counts as an iteration of the script.  There is a value for each step; None for the
-        first step, and for the first after a pause.  On other devices than the CPU there are no CPU
-        seconds.
+        first step and the first after a pause.  Only the CPU has CPU seconds.
         """
         if self._device is None:
             return {}

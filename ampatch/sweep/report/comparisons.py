@@ -17,26 +17,26 @@ from pandas import DataFrame, Series
 from ampatch.sweep.report import numbers, pace, paired_test
 from ampatch.sweep.report.directions import direction
 from ampatch.sweep.report.margin import LAST_LOSS, ONE_PERCENT, Margin, is_within_margin
-from ampatch.sweep.report.results import UNEVEN_STEPS, Comparison, Row
+from ampatch.sweep.report.results import STEPS_DIFFER_PREFIX, Comparison, Row
 from ampatch.sweep.trial import BASE
 
 Samples = dict[tuple[str, str], DataFrame]
 """Maps (row, quantity) to a frame with a line per seed: index `seed`, columns `value`, `steps`."""
-ONE_SEED, SAME_SEEDS = "one seed", "O0 is the same with each seed"  # reasons not to test
-MAX_STEP_RATIO = 1.02  # last losses of rows whose numbers of steps differ by more are not compared
+ONE_SEED, SEEDS_HAVE_NO_EFFECT = "one seed", "O0 is the same with each seed"  # reasons not to test
+MAX_STEP_RATIO = 1.02  # last losses are compared if the numbers of steps differ by at most this
 
 
 def compare(
     samples: Samples, row: str, judged: str | None, better: Mapping[str, str],
     seeds_matter: bool = True, margin: Margin = ONE_PERCENT,
 ) -> list[Comparison]:  # fmt: skip
-    """Comparisons of each quantity that a row and O0 have for a common seed, the judged one first.
+    """A comparison for each quantity that the row and O0 measured with a common seed.
 
-    A tested comparison gets its outcome later, from `with_corrected_p`, which needs the p values
-    of all rows.
+    The judged one comes first.  A tested comparison gets its outcome later, from
+    `with_corrected_p`, which needs the p values of all rows.
     """
     pairs = {
-        name: sample.merge(samples[BASE.label, name], on="seed", suffixes=("", "_of_base"))
+        name: sample.merge(samples[BASE.label, name].add_prefix("base_"), on="seed")
         for (label, name), sample in samples.items()
         if label == row and (BASE.label, name) in samples
     }
@@ -44,11 +44,13 @@ def compare(
     first = judged if judged in names else next(iter(names), None)
     names.sort(key=lambda name: name != first)
     comparisons = [
-        _compare_quantity(name, pairs[name], way, seeds_matter)
-        for name, way in resolve_directions(names, better).items()
+        _compare_quantity(name, pairs[name], better_direction, seeds_matter)
+        for name, better_direction in resolve_directions(names, better).items()
     ]
     return [
-        dataclasses.replace(comparison, matters=margin.absolute(comparison.base_mean, number == 0))
+        dataclasses.replace(
+            comparison, matters=margin.absolute(comparison.base_mean, is_judged=number == 0)
+        )
         for number, comparison in enumerate(comparisons)
     ]
 
@@ -88,7 +90,7 @@ def _compare_quantity(
     name: str, pair: DataFrame, better: str | None, seeds_matter: bool
 ) -> Comparison:
     """Compare a row's values of one quantity with O0's of the same seed."""
-    values, base_values = pair.value, pair.value_of_base
+    values, base_values = pair.value, pair.base_value
     mean, base_mean = numbers.mean(values), numbers.mean(base_values)
     comparison = Comparison(
         name=name, better=better, n=len(pair), mean=mean, sd=_sd(values),
@@ -104,15 +106,15 @@ def _compare_quantity(
 
 
 def _reason_against_a_test(name: str, pair: DataFrame, seeds_matter: bool) -> str:
-    if not all(map(math.isfinite, [*pair.value, *pair.value_of_base])):
+    if not all(map(math.isfinite, [*pair.value, *pair.base_value])):
         return "not all values are finite"
-    ratios = pair.steps / pair.steps_of_base
+    ratios = pair.steps / pair.base_steps
     if name == LAST_LOSS and not ratios.between(1 / MAX_STEP_RATIO, MAX_STEP_RATIO).all():
-        steps, base_steps = pair.steps.median(), pair.steps_of_base.median()
-        return f"{UNEVEN_STEPS} {steps:.0f} steps and O0 {base_steps:.0f}"
+        steps, base_steps = pair.steps.median(), pair.base_steps.median()
+        return f"{STEPS_DIFFER_PREFIX} {steps:.0f} steps and O0 {base_steps:.0f}"
     if len(pair) < 2:
         return ONE_SEED
-    return "" if seeds_matter else SAME_SEEDS
+    return "" if seeds_matter else SEEDS_HAVE_NO_EFFECT
 
 
 def _with_outcome(comparison: Comparison, p: float, num_rows: int) -> Comparison:
@@ -140,7 +142,7 @@ def _outcome(comparison: Comparison, p: float) -> str:
 def _accuracy_text(row: Row) -> str:
     if row.start and row.outcome != "failed":
         prefix = "the baseline, but" if row.outcome == "baseline" else "accuracy not compared:"
-        return f"{prefix} it does not start as the others: {row.start}"
+        return f"{prefix} its first loss differs: {row.start}"
     if row.outcome == "baseline":
         return "the baseline"
     if row.outcome == "failed":
@@ -170,9 +172,10 @@ def comparison_text(comparison: Comparison) -> str:
         return f"{means}, not tested ({comparison.untested})"
     if not comparison.difference and not comparison.scatter:
         return f"equal to O0 with each of {comparison.n} seeds: {title} {mean}"
-    way = f"{comparison.better} is better" if comparison.better else "no direction"
+    better = comparison.better
+    direction_note = f"{better} is better" if better else "no known direction"
     difference = difference_text(comparison)
-    return f"{_OUTCOMES[comparison.outcome]}: {means}, difference {difference} ({way})"
+    return f"{_OUTCOMES[comparison.outcome]}: {means}, difference {difference} ({direction_note})"
 
 
 def difference_text(comparison: Comparison) -> str:

@@ -1,8 +1,7 @@
 """Tells from the name of a metric whether lower or higher is better.
 
 A name is split into words: at characters that are no letters, at capitals (`valLoss`) and around
-the long words of `_EMBEDDED` (`valloss`).  The words are looked up in the lists below, in singular
-and plural.
+the long words of `_EMBEDDED` (`valloss`).  The lists below have the words; their plurals count too.
 
     logloss, val/MSELoss, testErr, top5_error   lower
     mAP50, val_acc, F1, ROUGE-L                 higher

@@ -2,8 +2,7 @@
 
 Before the first optimizer step only rounding in half separates a row from O0.  If the first loss
 differs by more, the row began with other weights, most often because the script loads a file that
-an earlier trial wrote, such as `w.pt`.  Then the rows say nothing about opt levels, and none is
-recommended.
+an earlier trial wrote (`w.pt`).  Then rows say nothing about opt levels; none is recommended.
 
 Two first losses may differ by 32 units of roundoff (docs/explanation/sweep_figures.md has the
 measurements), and in FP32 by 2**-10, because kernels sum in different orders.  These limits are

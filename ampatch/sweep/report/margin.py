@@ -35,8 +35,8 @@ class Margin:
             value = math.nan
         if not 0 < value < math.inf:
             raise ValueError(
-                f"--margin {text}: expected the smallest difference that matters, in units of what "
-                'is judged ("0.005") or as a part of O0\'s value ("1%"), above 0.'
+                f"--margin {text}: expected a positive number: the smallest difference that "
+                'matters, in the metric\'s units ("0.005") or as a share of O0\'s value ("1%").'
             )
         return cls(value / 100 if is_share else value, is_share)
 

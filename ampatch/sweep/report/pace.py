@@ -87,9 +87,9 @@ def worthwhile(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.pace == FASTER and row.decisive.median >= WORTHWHILE]
 
 
-def is_not_worthwhile(row: Row) -> bool:
-    """Whether a row is surely slower than O0, or faster by too little."""
-    return row.pace == SLOWER or (row.pace == FASTER and not worthwhile([row]))
+def may_be_worthwhile(row: Row) -> bool:
+    """Whether a row is neither surely slower than O0 nor faster by too little."""
+    return bool(worthwhile([row])) or row.pace not in (SLOWER, FASTER)
 
 
 def ratio_text(speeds: Spread | None, unit: str = "") -> str:

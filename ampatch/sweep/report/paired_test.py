@@ -56,8 +56,7 @@ def paired_t_test(sample: Sequence[float], base: Sequence[float]) -> PairedTest:
 def holm(p: Series) -> Series:
     """Correct p values by Holm's method.
 
-    The k-th smallest of m p values is multiplied by m - k + 1; the results never decrease, and are
-    at most 1.
+    The k-th smallest of m p values is multiplied by m - k + 1, made monotonic, and limited to 1.
     """
     ordered = p.sort_values()
     return (ordered * numpy.arange(len(p), 0, -1)).cummax().clip(upper=1.0)[p.index]

@@ -48,14 +48,14 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: st
     if unlike:
         example = next((row for row in unlike if row.outcome != "baseline"), unlike[0])
         return (
-            "None: the rows do not start alike, so they cannot be compared. "
-            f"{_name(example)} has a {example.start}."
+            "None: the rows' first losses differ by more than rounding, so they cannot be compared."
+            f" {_name(example)} has a {example.start}."
         )
     if not anything_compared(rows):
         return f"{NOTHING_YET}: {_why_nothing(rows)}."
     base = next(row for row in rows if row.outcome == "baseline")
     comparable = [row for row in rows if row.outcome not in ("baseline", "failed")]
-    maybe_faster = [row for row in comparable if not pace.is_not_worthwhile(row)]
+    maybe_faster = [row for row in comparable if pace.may_be_worthwhile(row)]
     candidates = [row for row in maybe_faster if not margin.worse_comparisons(row)]
     if maybe_faster and not candidates:
         return _none_as_accurate(maybe_faster)
@@ -67,12 +67,12 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: st
     fastest = max(proven, key=lambda row: row.decisive.median)
     about_as_fast = [row for row in proven if not pace.is_surely_faster(fastest, row)]
     best = _with_most_fp32(about_as_fast, kind)
-    maybe_faster = [row for row in about_as_fast if row.decisive.median > best.decisive.median]
-    advice = f"Use {_name(best)}: {pace.speed_text(best)}; {_accuracy(best.comparisons[0])}."
-    memory = _memory(best, base)
+    rivals = [row for row in about_as_fast if row.decisive.median > best.decisive.median]
+    advice = f"Use {_name(best)}: {pace.speed_text(best)}; {_accuracy_text(best.comparisons[0])}."
+    memory = _memory_text(best, base)
     clauses = [f"It takes {memory} than O0"] if memory else []
-    if maybe_faster:
-        clauses.append(f"{_names(maybe_faster)} may be as fast or faster")
+    if rivals:
+        clauses.append(f"{_names(rivals)} may be as fast or faster")
     return f"{advice} {', and '.join(clauses)}." if clauses else advice
 
 
@@ -97,19 +97,21 @@ def missing_evidence(row: Row) -> MissingEvidence | None:
         seeds = MIN_TEST_SEEDS if untested.untested == comparisons.ONE_SEED else 0
         text = f"its {untested.title} is not tested ({untested.untested}){_remedy(untested)}"
         return MissingEvidence(text, seeds)
-    n, margin_note = judged.n, f"{judged.matters:.2g} matters (--margin)"
+    n, matters = judged.n, f"{judged.matters:.2g}"
     if not judged.scatter:
         if not margin.is_within_margin(judged):
             offset_text = f"its {judged.title} differs by {judged.difference:+.2g}"
-            text = f"{offset_text} with each of {n} seeds, and {margin_note}"
+            text = f"{offset_text} with each of {n} seeds, and {matters} matters (--margin)"
             return MissingEvidence(text, n + 2)
-        text = f"the same {judged.title} with {n} seeds says little"
+        difference = f"the difference in {judged.title}"
+        text = f"{n} seeds are too few, although {difference} is the same with each"
         return MissingEvidence(text, MIN_TEST_SEEDS) if n < MIN_TEST_SEEDS else None
     if margin.is_within_margin(judged):
         return None
     text = (
-        f"with {n} seeds the 95 % interval of its {judged.title} ends "
-        f"{margin.worst_difference(judged):.2g} worse than O0's, and {margin_note}"
+        f"with {n} seeds the 95 % interval of its {judged.title} reaches "
+        f"{margin.worst_difference(judged):.2g} to the worse side of O0's, beyond the margin of "
+        f"{matters} (--margin)"
     )
     seeds = _seeds_for(judged)
     if not seeds:
@@ -137,17 +139,20 @@ def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> st
     speed = f"{_name(row)} is {pace.speed_text(row) or 'not timed'}"
     not_faster = [other for other in candidates if other not in (row, *faster)]
     if not_faster:
-        speed += f"; {_names(not_faster)} cannot be told apart from O0 either"
+        speed += f"; not shown to be faster than O0: {_names(not_faster)}"
     accurate = [other for other in candidates if missing_evidence(other) is None]
     missing = missing_evidence(row) if faster or not accurate else None
     facts = []
     if accurate:
-        facts.append(f"{_names(accurate)} as O0 ({_accuracy(accurate[0].comparisons[0])})")
+        example = _accuracy_text(accurate[0].comparisons[0])
+        facts.append(f"{_names(accurate)}: as accurate as O0 ({example})")
     if missing:
         facts.append(f"{_name(row)}: {missing.text}")
     advice = f"Stay with O0 for now. Speed: {speed}. Accuracy: {'; '.join(facts)}."
     is_noisy = row.pace == pace.UNKNOWN
-    rounds = row.speeds.n + ROUNDS if is_noisy else 0 if faster else ROUNDS
+    rounds = 0 if faster else ROUNDS
+    if is_noisy:
+        rounds = row.speeds.n + ROUNDS
     options = missing.options if missing else ""
     if rounds > (missing.seeds if missing else 0):  # each seed is a round
         options = f"--rounds {rounds} {options}".strip()
@@ -160,8 +165,8 @@ def _none_faster(rows: Sequence[Row], base: Row) -> str:
     """The text if no row is fast enough; it names the row that saves most memory, if any."""
     fastest = max(rows, key=lambda row: row.decisive.median)
     advice = (
-        f"Stay with O0: no row is {pace.WORTHWHILE:g} times as fast. The fastest, {fastest.name}, "
-        f"is {pace.speed_text(fastest)}."
+        f"Stay with O0: no row is at least {pace.WORTHWHILE:g} times as fast. The fastest, "
+        f"{fastest.name}, is {pace.speed_text(fastest)}."
     )
     accurate = [
         row for row in rows if not margin.worse_comparisons(row) and not direction_unknown(row)
@@ -169,7 +174,7 @@ def _none_faster(rows: Sequence[Row], base: Row) -> str:
     return advice + _least_memory_text(accurate, base)
 
 
-def _accuracy(judged: Comparison) -> str:
+def _accuracy_text(judged: Comparison) -> str:
     """The difference from O0: `test accuracy -0.0017 [-0.0048, +0.0014], below the 1 % ...`."""
     if not judged.scatter and not judged.difference:
         return f"{judged.title} the same with each of {judged.n} seeds"
@@ -188,10 +193,10 @@ def _none_as_accurate(rows: Sequence[Row]) -> str:
 
 
 def _remedy(untested: Comparison) -> str:
-    """How an untested quantity can be tested, if not by an option of the sweep."""
+    """What makes an untested quantity testable, other than more seeds; "" if unknown."""
     if untested.is_uneven:
         return ": have the script report a metric, by log_metrics or --metric"
-    if untested.untested == comparisons.SAME_SEEDS:
+    if untested.untested == comparisons.SEEDS_HAVE_NO_EFFECT:
         return ": have the seed reach the script, by {seed} among its arguments or --override-seeds"
     return ""
 
@@ -225,10 +230,10 @@ def _why_nothing(rows: Sequence[Row]) -> str:
     if all(row.outcome != "baseline" for row in rows):
         base = next((row for row in rows if row.label == BASE.label), None)
         return f"{base.status} at O0" if base else "O0 has not run"
-    return "O0 alone has run" if len(rows) == 1 else "no row beside O0 has gone well"
+    return "O0 alone has run" if len(rows) == 1 else "no row other than O0 ran without a failure"
 
 
-def _memory(row: Row, base: Row) -> str:
+def _memory_text(row: Row, base: Row) -> str:
     """`38 % less memory`; "" if the row takes as much as O0, or if that is unknown."""
     if not (row.memory_bytes and base.memory_bytes):
         return ""
@@ -243,7 +248,7 @@ def _least_memory_text(rows: Sequence[Row], base: Row) -> str:
     if least is None or least.memory_bytes > _MAX_MEMORY_RATIO * base.memory_bytes:
         return ""
     speed = pace.speed_text(least) or "its speed was not measured"
-    return f" {_name(least)} takes {_memory(least, base)}: {speed}."
+    return f" {_name(least)} takes {_memory_text(least, base)}: {speed}."
 
 
 def _names(rows: Sequence[Row]) -> str:

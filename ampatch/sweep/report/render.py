@@ -45,16 +45,9 @@ def as_html(results: Results, drawn: Sequence[Picture]) -> str:
     """The report as one HTML page."""
     rows = results.rows
     return render_template(
-        "page.html",
-        title=f"{Path(results.script).name} at several opt levels",
-        called=script_command(results),
-        results=results,
-        is_compared=anything_compared(rows),
-        figures=table(rows),
-        explained=notes(rows),
-        drawn=drawn,
-        looks=LOOKS,
-        facts=facts(results),
+        "page.html", title=f"{Path(results.script).name} at several opt levels",
+        called=script_command(results), results=results, is_compared=anything_compared(rows),
+        figures=table(rows), explained=notes(rows), drawn=drawn, looks=LOOKS, facts=facts(results),
         settings={n: setting_text(v) for n, v in {**results.options, **results.settings}.items()},
         split_interval=split_interval,
-    )
+    )  # fmt: skip

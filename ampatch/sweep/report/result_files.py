@@ -81,16 +81,11 @@ def as_markdown(results: Results) -> str:
     """The recommendation, the table and the verdicts, for a paper's appendix."""
     rows = results.rows
     return render_template(
-        "summary.md",
-        script=Path(results.script).name,
-        called=provenance.script_command(results),
+        "summary.md", script=Path(results.script).name, called=provenance.script_command(results),
         seeds=pluralize(max((row.seeds for row in rows), default=0), "seed"),
-        runs=pluralize(results.planned, "run"),
-        results=results,
-        figures=table(rows),
-        explained=" ".join(notes(rows)),
-        facts=provenance.facts(results),
-    )
+        runs=pluralize(results.planned, "run"), results=results, figures=table(rows),
+        explained=" ".join(notes(rows)), facts=provenance.facts(results),
+    )  # fmt: skip
 
 
 def as_latex(results: Results) -> str:
@@ -112,12 +107,10 @@ def render_template(name: str, **values: Any) -> str:
 def _environment(form: str) -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
         **({"autoescape": True} if form == ".html" else {"finalize": _for_markdown}),
-    )
+    )  # fmt: skip
 
 
 def _for_markdown(value: Any) -> Any:

@@ -36,7 +36,7 @@ PICTURES = ("loss-by-step", "loss-by-time", "speed")
 FORMATS = ("svg", "pdf", "png")
 PICTURE_FILES = tuple(f"{PLOTS}/{name}.{form}" for name in PICTURES for form in FORMATS)
 EVENTS = "tensorboard"
-UNEVEN_STEPS = "it took"  # how `Comparison.untested` begins if the numbers of steps differ
+STEPS_DIFFER_PREFIX = "it took"  # how `Comparison.untested` begins if the numbers of steps differ
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Comparison:
 
     `difference` is the mean of the row's value minus O0's with the same seed, `scatter` the
     standard deviation of these differences, `low` to `high` the 95 % confidence interval of
-    `difference` (not corrected for the number of rows).  `p` is the two-sided probability by the
-    paired t test, `corrected_p` by Holm's method over all rows.  `smallest` is the difference that
-    the test would have found with probability 80 %.  `matters` is the margin: a smaller difference
-    does not matter (`--margin`).  `outcome` is "within" (no difference was found), "better",
-    "worse", "small" (worse by less than the margin), "different" (neither direction is known to be
-    better) or "untested"; `untested` is the reason.
+    `difference` (not corrected for the number of rows).  `p` is the two-sided p value of the paired
+    t test, `corrected_p` by Holm's method over all rows.  `smallest` is the smallest difference
+    that the test would have found with probability 80 %.  `matters` is the margin: a smaller
+    difference does not matter (`--margin`).  `outcome` is "within" (no difference was found),
+    "better", "worse", "small" (worse by less than the margin), "different" (neither direction is
+    known to be better) or "untested"; `untested` is the reason.
     """
 
     name: str  # "last loss", or the name of a metric
@@ -89,12 +89,12 @@ class Comparison:
     @property
     def is_uneven(self) -> bool:
         """Whether it was not tested because the row and O0 took different numbers of steps."""
-        return self.untested.startswith(UNEVEN_STEPS)
+        return self.untested.startswith(STEPS_DIFFER_PREFIX)
 
     @property
     def has_no_verdict(self) -> bool:
         """Whether it differs from O0's, and neither direction is known to be better."""
-        is_nonfinite = self.outcome == "worse"  # worse in either direction
+        is_nonfinite = self.outcome == "worse"  # without a direction, only non-finite is worse
         return self.better is None and not is_nonfinite and bool(self.difference or self.scatter)
 
 

@@ -9,6 +9,7 @@ ran several times, the mean of these values.  `comparisons.py` compares them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -57,26 +58,31 @@ def summarize(
     by_case: dict[Case, list[Run]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    base, values, better = by_case.get(BASE, []), values_of(runs), better or {}
-    starts = {run.case: difference for run, difference in reversed(first_loss_differences(runs))}
+    base_runs, values, better = by_case.get(BASE, []), values_of(runs), better or {}
+    # In reverse, so that the first difference of a case stays.
+    first_loss_texts = {run.case: text for run, text in reversed(first_loss_differences(runs))}
     round_seconds: Counter[tuple[int, int]] = Counter()
     for run in runs:
         round_seconds[run.trial.round] += run.seconds
     samples, means = samples_of(values), _means(values, ["row", "name"]).value.to_dict()
     rows = [
-        _row(case, case_runs, base, round_seconds, means, samples, starts.get(case, ""), better)
+        _row(
+            *(case, case_runs, base_runs, round_seconds, means, samples),
+            *(first_loss_texts.get(case, ""), better),
+        )
         for case, case_runs in by_case.items()
     ]
-    criteria, uncompared = (judged, better, seeds_matter(base), margin), {BASE, *starts}
-    by_row = [
-        [] if case in uncompared else comparisons.compare(samples, case.label, *criteria)
-        for case in by_case
-    ]
+    uncompared = {BASE, *first_loss_texts}
+    compare = functools.partial(
+        comparisons.compare, samples, judged=judged, better=better,
+        seeds_matter=seeds_matter(base_runs), margin=margin,
+    )  # fmt: skip
+    by_row = [[] if case in uncompared else compare(case.label) for case in by_case]
     rows = list(map(comparisons.with_verdict, rows, comparisons.with_corrected_p(by_row)))
-    return [row if row.outcome == "baseline" else _add_faster_equals(row, rows) for row in rows]
+    return [row if row.outcome == "baseline" else _with_faster_equals(row, rows) for row in rows]
 
 
-def _add_faster_equals(row: Row, rows: Sequence[Row]) -> Row:
+def _with_faster_equals(row: Row, rows: Sequence[Row]) -> Row:
     """The row, whose verdict now names faster rows that train exactly the same."""
     figures = _training_figures(row)
     faster = [
@@ -111,7 +117,7 @@ def values_of(runs: Iterable[Run]) -> DataFrame:
     lines = [
         (run.case.label, run.trial.seed, name, value, status(run) == OK, float(run.steps))
         for run in full_runs
-        for name, value in _last_values(run.measured, window).items()
+        for name, value in _first_and_last_values(run.measured, window).items()
     ]
     columns = ["row", "seed", "name", "value", "is_ok", "steps"]
     return DataFrame(lines, columns=columns).astype({"is_ok": bool})
@@ -127,8 +133,8 @@ def samples_of(values: DataFrame) -> Samples:
 
 def seeds_matter(runs: Iterable[Run]) -> bool:
     """Whether runs of O0 with different seeds differ in the first or last loss, or in a metric."""
-    base = _base_values(runs)
-    return base.seed.nunique() < 2 or bool((base.groupby("name").value.nunique() > 1).any())
+    values = _base_values(runs)
+    return values.seed.nunique() < 2 or bool((values.groupby("name").value.nunique() > 1).any())
 
 
 def has_accuracy(runs: Iterable[Run]) -> bool:
@@ -142,18 +148,18 @@ def _base_values(runs: Iterable[Run]) -> DataFrame:
 
 
 def _row(
-    case: Case, runs: Sequence[Run], base: Sequence[Run],
+    case: Case, runs: Sequence[Run], base_runs: Sequence[Run],
     round_seconds: Mapping[tuple[int, int], float], means: Mapping[tuple[str, str], float],
     samples: Samples, start: str, better: Mapping[str, str],
 ) -> Row:  # fmt: skip
     measured = [run.measured for run in runs if run.measured and not run.trial.short]
     failures = [text for text in map(status, runs) if text != OK]
-    timed_runs, timed_base = map(_timed_runs, (runs, base))
+    timed_runs, timed_base = map(_timed_runs, (runs, base_runs))
     times = DataFrame(filter(None, (step_times(run.measured) for run in timed_runs)))
     pairs = _pairs(case, timed_runs, timed_base, round_seconds)
-    speeds, cpu_speeds = (spread_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
-    pairs = _pairs(BASE, timed_base, timed_base, round_seconds)
-    reach, cpu_reach = (reach_of(_ratios(pairs, ms)) for ms in (step_ms, cpu_ms))
+    speeds, cpu_speeds = (spread_of(_ratios(pairs, step_time)) for step_time in (step_ms, cpu_ms))
+    base_pairs = _pairs(BASE, timed_base, timed_base, round_seconds)
+    reach, cpu_reach = (reach_of(_ratios(base_pairs, step_time)) for step_time in (step_ms, cpu_ms))
     has_pace = case != BASE and not failures
     pace, by_cpu = pace_of(speeds, reach, cpu_speeds, cpu_reach) if has_pace else ("", False)
     metrics = {name: value for (row, name), value in means.items() if row == case.label}
@@ -195,7 +201,7 @@ def _timed_runs(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.alone and run.measured]
 
 
-def _last_values(measured: Measured, window: int | None = None) -> dict[str, float]:
+def _first_and_last_values(measured: Measured, window: int | None = None) -> dict[str, float]:
     """The last value of each metric, and the last loss; with a `window` also the first loss."""
     first_loss, last_loss = first_and_last(measured, window)
     last_values = {name: series.values[-1] for name, series in measured.metrics.items()}
@@ -210,32 +216,32 @@ def _means(values: DataFrame, by: list[str]) -> DataFrame:
 
 
 def _pairs(
-    case: Case, runs: Sequence[Run], base: Sequence[Run],
+    case: Case, runs: Sequence[Run], base_runs: Sequence[Run],
     round_seconds: Mapping[tuple[int, int], float],
 ) -> list[tuple[Run, Run]]:  # fmt: skip
     """The runs whose speed counts, each with O0's run of the same round.
 
-    For O0: the second and the first run of each round.  If a round has no second run, also the runs
-    of each two successive rounds.
+    For O0: the second and the first run of each round.  If a round lacks a second run, the runs
+    of successive rounds are paired too.
     """
-    base_runs = {run.trial.round: run for run in base if not run.trial.again and status(run) == OK}
+    base_by_round = {r.trial.round: r for r in base_runs if not r.trial.again and status(r) == OK}
     if case == BASE:
         runs = [run for run in runs if run.trial.again]
     else:  # if a round has a short and a full run, the full run came much later
         short_rounds = {run.trial.round for run in runs if run.trial.short}
         runs = [run for run in runs if run.trial.short or run.trial.round not in short_rounds]
     pairs = [
-        (run, base_runs[run.trial.round])
+        (run, base_by_round[run.trial.round])
         for run in runs
-        if run.trial.round in base_runs and status(run) == OK
+        if run.trial.round in base_by_round and status(run) == OK
     ]
     pairs = [
         (run, base_run)
         for run, base_run in pairs
         if _seconds_apart(run, base_run) <= MAX_GAP_IN_ROUNDS * round_seconds[run.trial.round]
     ]
-    if case == BASE and len(pairs) < len(base_runs) >= MIN_NOISE_ROUNDS:
-        pairs += itertools.pairwise(base_runs.values())
+    if case == BASE and len(pairs) < len(base_by_round) >= MIN_NOISE_ROUNDS:
+        pairs += itertools.pairwise(base_by_round.values())
     return pairs
 
 
@@ -247,19 +253,19 @@ def _seconds_apart(run: Run, other: Run) -> float:
 
 def _ratios(pairs: Iterable[tuple[Run, Run]], step_time: StepTimeFunction) -> list[float]:
     """The speed of the first run of each pair relative to the second."""
-    ratios = (_speed(run, base, step_time) for run, base in pairs)
+    ratios = (_speed(run, base_run, step_time) for run, base_run in pairs)
     return [ratio for ratio in ratios if ratio is not None]
 
 
-def _speed(run: Run, base: Run, step_time: StepTimeFunction) -> float | None:
+def _speed(run: Run, base_run: Run, step_time: StepTimeFunction) -> float | None:
     """The speed of one run relative to another.
 
     If one is short, both are measured over the same number of first steps.
     """
-    is_short = run.trial.short or base.trial.short
-    counts = [len(timed.measured.step_seconds) for timed in (run, base)]
+    is_short = run.trial.short or base_run.trial.short
+    counts = [len(timed.measured.step_seconds) for timed in (run, base_run)]
     num_steps = min(counts) if is_short else None
-    ms, base_ms = step_time(run.measured, num_steps), step_time(base.measured, num_steps)
+    ms, base_ms = (step_time(timed.measured, num_steps) for timed in (run, base_run))
     return base_ms / ms if ms and base_ms else None
 
 

@@ -140,6 +140,6 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if not 0 < group_size <= ranks or ranks % group_size:
         raise ValueError(
             f"create_syncbn_process_group(group_size={group_size}): expected 0, or a number "
-            f"that divides the {ranks} ranks."
+            f"that divides the number of ranks ({ranks})."
         )
     return dist.new_subgroups(group_size)[0]

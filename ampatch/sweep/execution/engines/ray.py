@@ -1,8 +1,7 @@
 """The engine of a Ray cluster: each trial is a task, which Ray runs again if its worker dies.
 
 Workers write temporary files only.  The run and its log are the result of the task.  Progress comes
-through an actor, `_EventQueue`.  Trials that run alone have a placement group with all cores of one
-node.
+through the actor `_EventQueue`.  A trial that runs alone has a placement group of a whole node.
 """
 
 from __future__ import annotations
