@@ -26,7 +26,7 @@ from ampatch.torch_private.devices import (
     new_event,
 )
 
-VISIBLE = {
+VISIBLE_DEVICES = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",

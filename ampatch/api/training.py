@@ -66,8 +66,8 @@ def scale_loss(
     Raises:
         TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
-        AmpatchError: `initialize` was not called with these optimizers, or with `enabled=False` for
-            only some of them.  At the end of the block: the new gradients are not those of the
+        AmpatchError: an optimizer was not passed to `initialize`, or only some were passed with
+            `enabled=False`.  At the end of the block: the new gradients are not those of the
             scaled loss (you called `loss.backward()`).
     """
     if not (isinstance(loss, Tensor) and loss.is_floating_point()):
@@ -99,8 +99,9 @@ def scale_loss(
 def _with_dynamic_scale(first: Session, second: Session) -> Session:
     """The session whose scaler scales a loss that optimizers of two sessions share.
 
-    It is the session with a dynamic scale, or `second` if both or none have one: under a static
-    scale its optimizer would step on inf and NaN.
+    It is the session with a dynamic scale, or `second` if both or neither have one.  Under the
+    static scale, the optimizer of the dynamic session would step on inf and NaN.  Raises
+    `AmpatchError` if only one session is enabled.
     """
     if first.properties.enabled != second.properties.enabled:
         raise AmpatchError(
@@ -179,8 +180,8 @@ def load_state_dict(state: dict[str, Any], of: nn.Module | AnyOptimizer | None =
 
     `state` comes from `state_dict`, from an apex checkpoint, or from
     `torch.amp.GradScaler.state_dict()`; the state of a GradScaler is loaded into every loss scaler.
-    An entry is left out, with a message, if it has no loss scaler, or if only one of the two is
-    dynamic.  Scalers without an entry do not change.
+    An entry is left out, with a message, if no loss scaler has its name, or if only one of
+    entry and scaler is dynamic.  Scalers without an entry do not change.
 
     Raises:
         TypeError, ValueError: the entries are wrong, or none belongs to a loss scaler.  Nothing

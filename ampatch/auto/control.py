@@ -1,4 +1,4 @@
-"""Starts mixed precision in a process; the patches are undone when the session closes."""
+"""Starts `--auto` in this process, and undoes its patches when its session closes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..session.facade import PatchSet, Session
 from . import arrays, gradient_hooks, refusals
 from .backward import BackwardPasses
 
-_EXPECTED = (
+_SUPPORTED_SETTINGS = (
     "--auto takes O0, O1 or O4, without overrides, because a script without AMP code never says "
     "which module is the model. For other settings, import ampatch, and after you make model and "
     "optimizer, add: model, optimizer = ampatch.initialize(model, optimizer)"
@@ -32,12 +32,12 @@ def check(settings: dict[str, Any]) -> None:
     if "overrides" in settings:
         raise ValueError(
             "--auto with overrides (--overrides, AMPATCH_OVERRIDES): they name modules by their "
-            f"paths in the model. {_EXPECTED}"
+            f"paths in the model. {_SUPPORTED_SETTINGS}"
         )
     if level not in ("O0", "O1", "O4"):
         raise ValueError(
-            f"--auto with opt level {level}: it converts the model's weights and hooks its "
-            f"inputs and outputs. {_EXPECTED}"
+            f"--auto with opt level {level}: this level casts the model's weights, inputs "
+            f"and outputs. {_SUPPORTED_SETTINGS}"
         )
 
 
@@ -87,7 +87,7 @@ class _PatchRemover:
 
 
 def _then_manage(original: Callable, session: Session) -> Callable:
-    """The method `original` of optimizers, after which the session manages the optimizer."""
+    """Wrap a method of optimizers, so that the session manages the optimizer after the call."""
 
     @functools.wraps(original)
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> None:

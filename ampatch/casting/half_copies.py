@@ -35,8 +35,8 @@ from .. import native
 from ..torch_private import foreach
 from ..torch_private.devices import device_and_stream, has_foreach_copy_kernel
 from ..torch_private.modules import (
-    BACKWARD_HOOKS_CAN_BE_SEEN,
     GLOBAL_BACKWARD_HOOK_DICTS,
+    HAS_BACKWARD_HOOK_DICTS,
     backward_hook_dicts,
     span_of,
 )
@@ -59,7 +59,7 @@ The larger limit is for devices with a foreach copy kernel: fewer buckets are fe
 about the size of DDP's buckets, so gradients are delayed no longer than in DDP.
 """
 
-HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and BACKWARD_HOOKS_CAN_BE_SEEN
+HOOKS_CAN_BE_SEEN = TENSOR_HOOKS_CAN_BE_SEEN and HAS_BACKWARD_HOOK_DICTS
 """If False, no weights share an autograd node."""
 
 _layout_of = operator.attrgetter("layout")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ampatch.cli.script_options import WATCHED, add_script_command, print_answer, run_watched
+from ampatch.cli.script_options import (
+    STEP_OPTIONS,
+    add_script_command,
+    print_answer,
+    run_watched,
+)
 
 
 def add_parser(commands: Any) -> None:
     add_script_command(
-        commands, "explain", WATCHED,
+        commands, "explain", STEP_OPTIONS,
         help="show what a script casts, and where time could be saved",
         description="Runs SCRIPT for some optimizer steps. Prints a table of functions with their "
         "calls, casts, uses of cached half copies and bytes cast. Prints a table of modules with "

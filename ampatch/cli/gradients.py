@@ -6,10 +6,15 @@ import argparse
 from typing import Any
 
 from ampatch.cli.option_types import percentage
-from ampatch.cli.script_options import WATCHED, add_script_command, print_answer, run_watched
+from ampatch.cli.script_options import (
+    STEP_OPTIONS,
+    add_script_command,
+    print_answer,
+    run_watched,
+)
 
 OPTIONS = {
-    **WATCHED,
+    **STEP_OPTIONS,
     "--lost": {
         "type": percentage,
         "default": 0.1,

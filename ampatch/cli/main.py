@@ -27,7 +27,7 @@ from ampatch.cli import (
     tune,
 )
 from ampatch.cli.ending import end_quietly
-from ampatch.cli.script_options import WATCHED, split
+from ampatch.cli.script_options import STEP_OPTIONS, split
 from ampatch.errors import did_you_mean
 
 # In the order of --help.  Each file has the name of its command.
@@ -35,7 +35,7 @@ SUBCOMMANDS = (sweep, tune, report, run, apex_path, tables, gradients, explain, 
 NAMES = tuple(module.__name__.rpartition(".")[2].replace("_", "-") for module in SUBCOMMANDS)
 WITH_SEPARATOR = ("sweep", "tune")
 """Subcommands with `--` between their own arguments and the script's arguments."""
-WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": WATCHED}
+WITH_SCRIPT_LAST = {"run": run.OPTIONS, "gradients": gradients.OPTIONS, "explain": STEP_OPTIONS}
 """Subcommands that pass everything after the script to the script, with their own options."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 

@@ -59,7 +59,7 @@ AUTO: Options = {
     },
 }
 DEFAULT_STEPS = 20
-WATCHED: Options = {
+STEP_OPTIONS: Options = {
     "--steps": {
         "type": positive_count,
         "default": DEFAULT_STEPS,

@@ -53,9 +53,9 @@ class ScaleSettings:
             if name not in SCALE_SETTING_NAMES:
                 hint = (
                     did_you_mean(name, SCALE_SETTING_NAMES)
-                    or f" Known are: {', '.join(SCALE_SETTING_NAMES)}."
+                    or f" Known settings: {', '.join(SCALE_SETTING_NAMES)}."
                 )
-                raise TypeError(f"{what}: {name!r} is no setting of a loss scale.{hint}")
+                raise TypeError(f"{what}: {name!r} is not a setting of the loss scale.{hint}")
             if name == "growth_interval":
                 checked[name] = whole_number(what_setting, value, least=1)
             else:

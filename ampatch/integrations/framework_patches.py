@@ -25,7 +25,7 @@ _LIGHTNING = {
 
 def install_integration(framework: str) -> None:
     """Have the script's `Trainer(...)`, `Fabric(...)` or `Accelerator(...)` train by ampatch."""
-    _INSTALL[framework]()
+    _INSTALLERS[framework]()
 
 
 def ignore_precision(report: Callable[[str, Any], None]) -> None:
@@ -82,13 +82,13 @@ def _wrap_later(module: str, name: str, wrapper: Callable) -> None:
     )
 
 
-def _lightning() -> None:
+def _install_lightning() -> None:
     from .lightning import AmpatchPrecision
 
     _with_plugin("Trainer", AmpatchPrecision)
 
 
-def _fabric() -> None:
+def _install_fabric() -> None:
     from .lightning import AmpatchFabricPrecision
 
     _with_plugin("Fabric", AmpatchFabricPrecision)
@@ -105,14 +105,14 @@ def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
             wrapt.wrap_function_wrapper(module, f"{owner}.__init__", construct)
 
 
-def _transformers() -> None:
+def _install_transformers() -> None:
     from transformers import TrainingArguments, trainer
 
     from .transformers import AmpatchTrainerMixin
 
     original = trainer.Trainer
     managed = type("Trainer", (AmpatchTrainerMixin, original), {"__module__": original.__module__})
-    # The first import puts another object into sys.modules than it returns.
+    # At the first import, `import transformers` returns another object than `sys.modules` holds.
     for module in (trainer, sys.modules["transformers"]):
         setattr(module, "Trainer", managed)  # noqa: B010 - for a type checker it is one class
     check: Any = TrainingArguments.__post_init__
@@ -126,7 +126,7 @@ def _transformers() -> None:
     setattr(TrainingArguments, "__post_init__", __post_init__)  # noqa: B010
 
 
-def _accelerate() -> None:
+def _install_accelerate() -> None:
     import accelerate
 
     from .accelerate import AmpatchAccelerator
@@ -142,9 +142,9 @@ def _accelerate() -> None:
     accelerate.Accelerator = accelerate.accelerator.Accelerator = managed
 
 
-_INSTALL: dict[str, Callable[[], None]] = {
-    "lightning": _lightning,
-    "fabric": _fabric,
-    "transformers": _transformers,
-    "accelerate": _accelerate,
+_INSTALLERS: dict[str, Callable[[], None]] = {
+    "lightning": _install_lightning,
+    "fabric": _install_fabric,
+    "transformers": _install_transformers,
+    "accelerate": _install_accelerate,
 }

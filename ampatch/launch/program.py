@@ -51,7 +51,7 @@ def _file_of_script(script: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"{script}: there is no such script.\n"
-            f"Expected the path of a Python file, seen from {Path.cwd()}."
+            f"Expected the path of a Python file, relative to {Path.cwd()}."
         )
     if not path.is_file():
         raise ValueError(f"{script}: not a file.\nExpected the path of a Python file.")

@@ -1,9 +1,9 @@
 """The names of the engine that the packages above the public API use, besides `ampatch` itself.
 
 `auto`, `cli`, `compat`, `diagnose`, `integrations`, `launch`, `sweep` and `tune` import `ampatch`,
-this module, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and as data
-`casting.tables`; nothing else.  So the engine can be rearranged behind these names.  They are no
-public API: a script that imports this module has no promise that they stay.
+this module, `native`, the leaves (`errors`, `log`, `torch_private`), the settings in `config`, and
+`casting.tables` as data (`tests/laws/test_layers.py` holds the list).  So the engine can be
+rearranged behind these names.  They are not a public API and may change without notice.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def manage_optimizer(session: Session, optimizer: Any) -> ManagedOptimizer:
 
 
 def drop_pending_updates(session: Session, scaler: Scaler) -> None:
-    """`delayed.drop_pending_updates` for the optimizers of a session."""
+    """Drop updates of `scaler` that wait for a step of the session's optimizers."""
     delayed.drop_pending_updates(scaler, [optimizer.gradients for optimizer in session.optimizers])
 
 
@@ -143,6 +143,7 @@ def drop_pending_updates(session: Session, scaler: Scaler) -> None:
 def observe_casts(observer: CastObserver) -> None:
     """Notify `observer` of each patched call and cast, in all threads, from now on."""
     observers.append(observer)
+    # Patched functions then read their thread's policy and notify observers.
     registry.state.acquire_thread_policies(observer)
 
 

@@ -91,12 +91,12 @@ def share_storage(tensors: Sequence[Tensor]) -> bool:
 
 
 _parametrize: Any = torch.nn.utils.parametrize
-_CACHE_CAN_BE_SEEN = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "_cache_enabled")
+_HAS_PARAMETRIZE_CACHE = hasattr(_parametrize, "_cache") and hasattr(_parametrize, "_cache_enabled")
 
 
 def swap_parametrize_cache(cache: dict) -> dict | None:
     """Replace the cache of `parametrize.cached()`.  Returns the previous one, or None outside."""
-    if not _CACHE_CAN_BE_SEEN or not _parametrize._cache_enabled:
+    if not _HAS_PARAMETRIZE_CACHE or not _parametrize._cache_enabled:
         return None
     previous, _parametrize._cache = _parametrize._cache, cache
     return previous
@@ -149,7 +149,7 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
 
 _BACKWARD_HOOK_DICTS = ("_backward_hooks", "_backward_pre_hooks")
 
-BACKWARD_HOOKS_CAN_BE_SEEN = all(hasattr(nn.Module(), name) for name in _BACKWARD_HOOK_DICTS)
+HAS_BACKWARD_HOOK_DICTS = all(hasattr(nn.Module(), name) for name in _BACKWARD_HOOK_DICTS)
 
 
 def backward_hook_dicts(module: nn.Module) -> list[dict]:

@@ -178,7 +178,7 @@ def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeyp
     monkeypatch.setattr(step_times, "seconds_between", seconds_between)
     times = step_times.StepTimes()
     for step in range(6 * BATCH):
-        assert times.step_ends(7, torch.device("cuda", 0), pauses=step // 100) == step + 1
+        assert times.record_step_end(7, torch.device("cuda", 0), pauses=step // 100) == step + 1
     assert len(behind) > 3 and min(behind) >= BATCH  # so the host waits for no recent work
 
     figures = times.of_main_optimizer()
@@ -196,7 +196,7 @@ def test_of_two_optimizers_the_one_that_steps_most_is_timed(monkeypatch):
     monkeypatch.setattr(step_times, "moment", lambda device: float(next(clock)))
     times = step_times.StepTimes()
     for optimizer in (2, 1, 1, 2, 1, 1, 2, 1):
-        times.step_ends(optimizer, torch.device("cpu"))
+        times.record_step_end(optimizer, torch.device("cpu"))
     assert times.of_main_optimizer()["step_seconds"] == [None, 1.0, 2.0, 1.0, 2.0]
 
 

@@ -103,7 +103,7 @@ def test_one_number_as_each_difference_may_say_little():
 
 def test_a_margin_is_a_number_or_a_share():
     assert "even 50 seeds" in advice(("O1", COARSE, LOSSES, 1.5), margin="1e-5")
-    assert Margin.of("1E-3") == Margin(0.001, is_share=False)
+    assert Margin.of("1E-3") == Margin(0.001, is_relative=False)
     for wrong in ("much", "-1", "0", "1 %%", "", "inf", "1e400"):
         with pytest.raises(ValueError, match="--margin"):
             Margin.of(wrong)

@@ -95,7 +95,7 @@ def test_a_row_is_faster_if_the_machine_is_quiet_and_the_quartiles_agree():
     assert (row.pace, row.speed, row.speeds.n) == ("faster", pytest.approx(2.0), 3)
     assert (row.speeds.low, row.speeds.high) == pytest.approx((10 / 6, 2.5))
     assert base.speed == pytest.approx(10 / 10.1)
-    assert "run twice, its second run was 0.99 times as fast (0.98 to 1.01)" in base.verdict
+    assert "the second of its two runs was 0.99 times as fast (0.98 to 1.01)" in base.verdict
     assert recommendation([base, row]) == (
         "Stay with O0 for now. Speed: O1 in bfloat16 is 2.00 times as fast as O0 (1.67 to 2.50). "
         "Accuracy: O1 in bfloat16: no loss or metric was compared with O0's."

@@ -12,7 +12,7 @@ _HOLDER = "_ampatch_holder"  # functools.wraps copies this attribute to wrappers
 
 
 class _ReplacementHolder:
-    """Holds the replacement of a method, or None, and then the original is called."""
+    """Holds the replacement of a method.  If it is None, the original is called."""
 
     __slots__ = ("optimizer", "replacement")
 
@@ -25,8 +25,9 @@ class ReplacedMethods:
     """Shadows methods of an optimizer with bound methods in its `__dict__`.
 
     LR schedulers rebind `step.__func__`, so the shadow must be a bound method of the optimizer.  If
-    a scheduler has wrapped the shadow, `restore` leaves it there, and it calls the original method.
-    The next `replace` uses its holder again, so that wrappers do not nest deeper each time.
+    a scheduler has wrapped the shadow, `restore` leaves the wrapper, and the shadow inside calls
+    the original method.  The next `replace` reuses the holder of this shadow, so that wrappers do
+    not nest deeper each time.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -44,8 +45,10 @@ class ReplacedMethods:
             holder.replacement = replacement
         else:
             holder = _ReplacementHolder(self._optimizer, replacement)
-            of_class = None if name in attributes else getattr(type(self._optimizer), name, None)
-            function = _shadow(holder, name, original, of_class)
+            class_method = (
+                None if name in attributes else getattr(type(self._optimizer), name, None)
+            )
+            function = _shadow(holder, name, original, class_method)
             method = types.MethodType(function, self._optimizer)
             self._shadows[name] = (name in attributes, attributes.get(name), method)
             attributes[name] = method
@@ -67,11 +70,14 @@ class ReplacedMethods:
         self._shadows.clear()
 
 
-def _shadow(holder: _ReplacementHolder, name: str, original: Callable, of_class: Any) -> Callable:
+def _shadow(
+    holder: _ReplacementHolder, name: str, original: Callable, class_method: Any
+) -> Callable:
     """A method that calls the replacement in `holder`; `original` is the method that it shadows.
 
-    `of_class` is the method of the class, or None.  If other code replaces the method of the class
-    later, the new method is called, as without a shadow.  A copy of the optimizer calls its own.
+    `class_method` is the method of the class, or None.  If other code replaces the method of the
+    class later, the new method is called, as without a shadow.  On a copy of the optimizer, the
+    shadow calls the method of the copy's class.
     """
 
     @functools.wraps(getattr(original, "__func__", original))
@@ -79,9 +85,9 @@ def _shadow(holder: _ReplacementHolder, name: str, original: Callable, of_class:
         if optimizer is not holder.optimizer:
             return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         shadowed = original
-        if of_class is not None:
-            present = getattr(type(optimizer), name, of_class)
-            if present is not of_class:
+        if class_method is not None:
+            present = getattr(type(optimizer), name, class_method)
+            if present is not class_method:
                 shadowed = _bound(present, optimizer)
         if holder.replacement is None:
             return shadowed(*args, **kwargs)

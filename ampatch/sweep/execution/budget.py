@@ -29,7 +29,7 @@ DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
 MIN_ROUNDS = 2  # with one round no speed can be told from O0's
 SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
 MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
-MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; the first two do not count
+MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; two are not timed
 _USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
 _THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
 _SHORTEST_OVERRUN = 1.1  # a size may take this factor of the shortest size's time
@@ -83,7 +83,7 @@ class PlanSize:
     ) -> list[Trial]:
         """The trials in order, with the `options` of `cases_and_trials.trials`.
 
-        No second run of O0 is added to a round of full runs that has ended without one.
+        A round of full runs that has ended without a second run of O0 does not get one later.
         """
         planned = trials(self.included(cases), self.seeds, self.rounds, again=self.again, **options)
         last_round = max((trial.round for trial in ended if trial.case != BASE), default=(0, 0))
@@ -107,8 +107,8 @@ class Timings:
     """The times of ended runs in seconds, and estimates for the others."""
 
     spent: float  # seconds of all ended runs
-    short_run_overhead: float  # seconds of a short run outside its steps: the least of any run
-    full_run_overhead: float  # seconds of a full run outside its steps: the least of any
+    short_run_overhead: float  # seconds outside of the steps, the minimum over all runs
+    full_run_overhead: float  # the same, the minimum over full runs
     full_run_steps: int  # optimizer steps of a full run
     short_run_steps: int  # optimizer steps of a short run
     mean_step_seconds: Mapping[Case, float]  # by row
@@ -200,9 +200,9 @@ def choose_size(
 ) -> PlanSize:  # fmt: skip
     """The best size that fits `minutes`, or takes at most `_SHORTEST_OVERRUN` times the shortest.
 
-    Once a row other than O0 has run with seed 1 or higher, every row runs with that seed, because
-    an incomplete round cannot be compared.  Two seeds are too few for a test, so a third follows if
-    the sweep then takes at most `_THIRD_SEED_OVERRUN` times its budget.
+    Once a row other than O0 has run with a second or later seed, every row runs with that seed,
+    because an incomplete round cannot be compared.  Two seeds are too few for a test, so a third
+    follows if the sweep then takes at most `_THIRD_SEED_OVERRUN` times its budget.
     """
     full = (trial for trial in ended if not trial.short and trial.case != BASE)
     begun_seeds = max((trial.seed + 1 for trial in full), default=0)

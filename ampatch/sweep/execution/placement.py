@@ -10,15 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.device_figures import VISIBLE, device_count
+from ampatch.device_figures import VISIBLE_DEVICES, device_count
 
 THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """With `alone` no other trial of the sweep runs on these devices or, on a CPU, on the machine.
+    """Where a trial runs.
 
+    With `alone` no other trial of the sweep uses its devices (on a CPU: its machine) meanwhile.
     `devices` are names such as "cuda:1"; if empty, the script sees all devices of the machine.
     `variables` are set in the trial's environment; variables with the value None are removed.
     """
@@ -37,19 +38,21 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """`devices` in groups of `size`, one group for each trial.  Raises `ValueError`."""
     option = f"--devices {','.join(devices)}"
     device_types = {device.partition(":")[0] for device in devices}
-    are_names = all(re.fullmatch(rf"({'|'.join(VISIBLE)}):\d+", device) for device in devices)
+    are_names = all(
+        re.fullmatch(rf"({'|'.join(VISIBLE_DEVICES)}):\d+", device) for device in devices
+    )
     if not are_names or len(device_types) != 1 or len(set(devices)) != len(devices):
         raise ValueError(
             f"{option}: expected different devices of one kind, such as cuda:0,cuda:1, of the "
-            f"kinds {', '.join(VISIBLE)}. On a CPU use --jobs."
+            f"kinds {', '.join(VISIBLE_DEVICES)}. On a CPU use --jobs."
         )
     [device_type] = device_types
     existing = device_count(device_type)
     missing = [device for device in devices if int(device.partition(":")[2]) >= existing]
     if missing:
         raise ValueError(
-            f"{option}: there is no {missing[0]} on this machine, which has {existing} of "
-            f"{device_type}."
+            f"{option}: there is no {missing[0]} on this machine, which has {existing} "
+            f"{device_type} devices."
         )
     if len(devices) % size:
         raise ValueError(
@@ -63,7 +66,7 @@ def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str
     """The variable that shows only these devices, numbered among the devices visible now."""
     if not devices:
         return {}
-    name = VISIBLE[devices[0].partition(":")[0]]
+    name = VISIBLE_DEVICES[devices[0].partition(":")[0]]
     numbers = [device.partition(":")[2] for device in devices]
     visible = [device.strip() for device in environment.get(name, "").split(",") if device.strip()]
     if visible:

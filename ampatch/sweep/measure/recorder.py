@@ -72,7 +72,7 @@ class Recorder:
         params = (param for group in optimizer.param_groups for param in group["params"])
         device = next((param.device for param in params), torch.device("cpu"))
         self._device = device
-        steps = self._times.step_ends(id(optimizer), device, self._pauses)
+        steps = self._times.record_step_end(id(optimizer), device, self._pauses)
         self._count += 1
         self._skipped.add(skipped)
         if can_read_without_sync(device):  # on other devices this read would wait for the device

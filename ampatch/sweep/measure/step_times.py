@@ -27,7 +27,7 @@ class _StepEnd(NamedTuple):
 
 
 class StepTimes:
-    """Records when steps end, of any optimizers."""
+    """Records when the steps of all optimizers end."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None  # device of the first step
@@ -36,8 +36,8 @@ class StepTimes:
         self._ends: list[_StepEnd] = []
         self._steps: Counter[int] = Counter()  # number of steps by optimizer
 
-    def step_ends(self, optimizer: int, device: torch.device, pauses: int = 0) -> int:
-        """A step of the optimizer with this id ended; returns how many it has taken.
+    def record_step_end(self, optimizer: int, device: torch.device, pauses: int = 0) -> int:
+        """Record the end of a step of the optimizer with this id; return its number of steps.
 
         `pauses` increases when something other than training ran.
         """
@@ -54,7 +54,8 @@ class StepTimes:
         """`step_seconds` and `cpu_seconds` of the optimizer that stepped most often.
 
         Its step counts as an iteration of the script.  There is a value for each step; None for the
-        first step and the first after a pause.  Only the CPU has CPU seconds.
+        first step and the first after a pause.  `cpu_seconds` is empty on an
+        accelerator.
         """
         if self._device is None:
             return {}

@@ -1,4 +1,4 @@
-"""Checks by the first losses whether all rows with the same seed start from the same weights.
+"""Compares first losses, to check that all rows with the same seed start from the same weights.
 
 Before the first optimizer step only rounding in half separates a row from O0.  If the first loss
 differs by more, the row began with other weights, most often because the script loads a file that
@@ -24,7 +24,7 @@ from ampatch.sweep.trial import BASE, Case
 MAX_ROUNDOFFS = 32  # units of roundoff by which first losses may differ
 HALF_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8}
 TF32_ROUNDOFF = 2**-11
-FP32_ROUNDOFF = 2**-15
+FP32_TOLERANCE = 2**-15  # times 32: 2**-10, for kernels that sum in different orders
 NUM_EARLY_LOSSES = 20  # losses whose changes from step to step count as changes at the start
 
 
@@ -85,7 +85,7 @@ def _max_difference(value: float, expected: Series, roundoff: float) -> float:
     limit = MAX_ROUNDOFFS * roundoff * size
     pairs = itertools.pairwise(expected.values[:NUM_EARLY_LOSSES])
     changes = [abs(later - loss) for loss, later in pairs if math.isfinite(later - loss)]
-    if not changes or roundoff == FP32_ROUNDOFF:
+    if not changes or roundoff == FP32_TOLERANCE:
         return limit
     return max(limit, statistics.median(changes))
 
@@ -93,4 +93,4 @@ def _max_difference(value: float, expected: Series, roundoff: float) -> float:
 def _roundoff(case: Case) -> float:
     if case.dtype:
         return HALF_ROUNDOFF[case.dtype]
-    return TF32_ROUNDOFF if case.tf32 else FP32_ROUNDOFF
+    return TF32_ROUNDOFF if case.tf32 else FP32_TOLERANCE

@@ -17,10 +17,10 @@ LAST_LOSS = "last loss"
 
 @dataclass(frozen=True)
 class Margin:
-    """The smallest difference that matters: a number or, with `is_share`, a share of O0's value."""
+    """The smallest difference that matters: a number, or a part of O0's value (`is_relative`)."""
 
     value: float = 0.01
-    is_share: bool = True
+    is_relative: bool = True
 
     @classmethod
     def of(cls, text: str | None) -> Margin:
@@ -28,7 +28,7 @@ class Margin:
         if text is None:
             return cls()
         number = str(text).strip()
-        is_share = number.endswith("%")
+        is_relative = number.endswith("%")
         try:
             value = float(number.removesuffix("%"))
         except ValueError:
@@ -38,7 +38,7 @@ class Margin:
                 f"--margin {text}: expected a positive number: the smallest difference that "
                 'matters, in the metric\'s units ("0.005") or as a share of O0\'s value ("1%").'
             )
-        return cls(value / 100 if is_share else value, is_share)
+        return cls(value / 100 if is_relative else value, is_relative)
 
     def absolute(self, base_mean: float, is_judged: bool = True) -> float:
         """The margin in units of a quantity with this mean at O0.
@@ -46,7 +46,7 @@ class Margin:
         A margin given as a number applies to the judged quantity alone; for other quantities the
         margin is then 1 % of O0's value.
         """
-        if self.is_share:
+        if self.is_relative:
             return self.value * abs(base_mean)
         return self.value if is_judged else ONE_PERCENT.absolute(base_mean)
 
@@ -66,7 +66,7 @@ def worst_difference(comparison: Comparison) -> float:
     Raises `ValueError` if the quantity has no direction.
     """
     if comparison.has_no_verdict:
-        raise ValueError(f"{comparison.name}: expected a direction, as it differs from O0's.")
+        raise ValueError(f"{comparison.name}: expected a direction, because it differs from O0's.")
     low, high = comparison.low, comparison.high
     if not comparison.scatter:
         low = high = comparison.difference
@@ -81,7 +81,7 @@ def margin_text(comparison: Comparison) -> str:
 
 
 def deciding_comparisons(row: Row) -> list[Comparison]:
-    """The comparisons that decide about a row: the judged one, and the last loss if comparable."""
+    """The comparisons that decide the outcome of a row: the judged one and a comparable loss."""
     losses = (c for c in row.comparisons[1:] if c.name == LAST_LOSS and not c.is_uneven)
     return [*row.comparisons[:1], *losses]
 

@@ -2,11 +2,12 @@
 
 The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0: it runs
 twice in each round, and the speed of its second run relative to the first should be 1.00.  The
-reach of O0 is the factor by which these speeds depart from 1.00, up or down.  If O0 ran once in
-each of three rounds or more, its runs of successive rounds are compared instead.
+reach of O0, its noise, is the largest factor by which these speeds lie above or below 1.00, without
+the outer quartiles if the median is near 1.00.  If O0 ran once in each of three rounds or more, its
+runs of successive rounds are compared instead.
 
-In simulations with noise of 2 to 30 % this rule calls a row that is as fast as O0 faster in 2 % of
-sweeps, with two rounds in 10 %.  One round shows nothing.
+In simulations with noise of 2 to 30 % this rule wrongly reports a speed-up in 2 % of sweeps, or in
+10 % with only two rounds.  One round shows nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def speed_text(row: Row) -> str:
     if row.speeds is None or row.outcome == "failed":
         return ""
     if row.outcome == "baseline":
-        return f"run twice, its second run was {ratio_text(row.speeds, 'times as fast')}"
+        return f"the second of its two runs was {ratio_text(row.speeds, 'times as fast')}"
     if row.pace == UNKNOWN:
         reason = "the rounds do not agree"
         if row.reach and not row.speeds.low <= 1 <= row.speeds.high:
