@@ -24,14 +24,14 @@ _NAMES = dict(zip(OTHERS, ("torch.autocast", "apex")))
 _HEAD = """\
 # What is cast: the operator tables
 
-At O1 `torch.matmul(a, b)` casts FP32 arguments to half, because its row below has the rule `half`.
-`ampatch tables matmul` prints this row. `ampatch tables` prints all rows, and the functions that
+In the forward of an O1 model, `torch.matmul(a, b)` casts FP32 arguments to half, because its row
+below has the rule `half`. `ampatch tables matmul` prints this row. `ampatch tables` prints all rows, and the functions that
 your torch lacks.
 
 - **You do not find a function?** Search for the builtin that it calls: `F.cross_entropy` calls
   `torch._C._nn.cross_entropy_loss`. A function without a row is not cast.
-- **In-place functions** (`exp_`) are not cast, except those that write the values of another tensor
-  (`index_add_`), and those under EVERY_LEVEL.
+- **In-place functions** (`exp_`, `add_`) are not cast. Exceptions have a row: `like first`
+  (`index_add_`), EVERY_LEVEL and APEX.
 - **Never cast:** calls with `out=`, and float64, complex, integer and bool tensors. A function that
   your code stored before `initialize` may not be cast either: [functions bound
   early](early_names.md).
