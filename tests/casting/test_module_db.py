@@ -107,9 +107,11 @@ def trial(info: Any, sample: Any, training: bool, half: torch.dtype) -> Trial:
     model = copy.deepcopy(plain)
     # As under autocast: fused kernels of nn.Transformer zero what is padded in the memory.
     torch.backends.mha.set_fastpath_enabled(False)
-    expected = outcome(run, plain, inputs, training)
-    autocasts = outcome(module_dtypes, half, plain, *inputs[0], **inputs[1])
-    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        expected = outcome(run, plain, inputs, training)
+        autocasts = outcome(module_dtypes, half, plain, *inputs[0], **inputs[1])
+    finally:  # a module that autocast cannot run here skips the test
+        torch.backends.mha.set_fastpath_enabled(True)
     return Trial(info, inputs, expected, autocasts, model)
 
 
