@@ -25,8 +25,8 @@ _HEAD = """\
 # What is cast: the operator tables
 
 In the forward of an O1 model, `torch.matmul(a, b)` casts FP32 arguments to half, because its row
-below has the rule `half`. `ampatch tables matmul` prints this row. `ampatch tables` prints all rows, and the functions that
-your torch lacks.
+below has the rule `half`. `ampatch tables matmul` prints this row. `ampatch tables` prints all
+rows, and the functions that your torch lacks.
 
 - **You do not find a function?** Search for the builtin that it calls: `F.cross_entropy` calls
   `torch._C._nn.cross_entropy_loss`. A function without a row is not cast.
