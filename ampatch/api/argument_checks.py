@@ -82,7 +82,7 @@ def refuse_unknown_arguments(function: Callable[P, T]) -> Callable[P, T]:
 def as_models(models: Any, user_call: str = "ampatch.initialize") -> list[nn.Module]:
     """The models as a list.
 
-    Raises `TypeError` if an object is no module, `ValueError` for the same object twice.
+    Raises `TypeError` if an object is not a module, `ValueError` for the same object twice.
     """
     expected = "a torch.nn.Module"
     return _as_list(

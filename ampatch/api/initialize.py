@@ -210,7 +210,7 @@ def add_models(models: Models, to: nn.Module | AnyOptimizer | None = None) -> Mo
         to: a model or an optimizer of the session to join.  None: the newest session.
 
     Raises:
-        TypeError: `models` has an object that is no module.
+        TypeError: `models` has an object that is not a module.
         AmpatchError: no session is open, `to` is in no session, a model is in another session, or
             `initialize` would refuse it.
 

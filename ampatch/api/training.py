@@ -64,7 +64,7 @@ def scale_loss(
             block.
 
     Raises:
-        TypeError: `loss` is no floating tensor, or `loss_id` no whole number.
+        TypeError: `loss` is not a floating tensor, or `loss_id` is not a whole number.
         ValueError: `optimizers` is empty, or `loss_id` is out of range.
         AmpatchError: an optimizer was not passed to `initialize`, or only some were passed with
             `enabled=False`.  At the end of the block: the new gradients are not those of the

@@ -113,7 +113,7 @@ def _first_half_in(values: Sequence) -> Tensor | None:
 def _needs_grad(args: tuple, kwargs: dict) -> bool:
     """Whether autograd may need this call for a backward pass.
 
-    Always True in a trace or a transform, because `requires_grad` is no evidence there.  Under
+    Always True in a trace or a transform, because `requires_grad` is not evidence there.  Under
     `no_grad`, True only in a jit trace, because `torch.jit.trace` runs the traced function again
     under `no_grad` and compares the results.
     """

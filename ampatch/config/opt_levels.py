@@ -180,7 +180,7 @@ def level_name(value: Any) -> str:
 
 
 def did_you_mean_level(value: Any) -> str:
-    """Returns `' Did you mean "O1"?'` for o1 and 01, and '' for values that are no near miss."""
+    """Returns `' Did you mean "O1"?'` for o1 and 01, and '' for values that are not a near miss."""
     text = str(value)
     meant = text.upper().replace("0", "O", text.startswith("0"))
     return f' Did you mean "{meant}"?' if meant in (*LEVELS, *_BFLOAT16_LEVELS) else ""

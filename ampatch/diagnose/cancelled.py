@@ -32,7 +32,7 @@ def noise_mask(name: str, grads: Mapping[str, Tensor], half: torch.dtype) -> Ten
     if row_sizes is None or bias.dim() != 1 or bias.shape != row_sizes.shape:
         return None
     ratio = bias.float().abs() / row_sizes
-    typical = ratio.nanquantile(0.75)  # of elements that are no noise
+    typical = ratio.nanquantile(0.75)  # of elements that are not noise
     small = ratio <= (4 * torch.finfo(half).eps * typical).clamp(min=_MAX_NOISE_RATIO)
     runs = small.unfold(0, min(_RUN_LENGTH, len(small)), 1).all(1)
     noise = torch.zeros_like(small)

@@ -35,7 +35,7 @@ def report(model: nn.Module | None = None) -> CastReport:
     `ampatch.deactivate()`.  Patched calls are slower while it counts.  Compiled code is not
     counted.
 
-    Raises `TypeError` if `model` is no module.
+    Raises `TypeError` if `model` is not a module.
     """
     check_model(model, "report")
     return CastReport(model)

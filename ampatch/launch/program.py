@@ -40,8 +40,8 @@ class Program:
     def file(self) -> Path:
         """The program's file.  Imports nothing.
 
-        Raises `FileNotFoundError` or `ValueError` if the path is no script, and `ModuleMissing` if
-        there is no such module.
+        Raises `FileNotFoundError` or `ValueError` if the path is not a script, and `ModuleMissing`
+        if there is no such module.
         """
         return _file_of_module(self.name) if self.is_module else _file_of_script(self.name)
 

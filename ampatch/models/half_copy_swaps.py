@@ -71,7 +71,7 @@ def half_copy_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def parameter_of_copy(tensor: Tensor) -> Tensor | None:
-    """The parameter of a half copy, or None if `tensor` is no half copy of a running swap."""
+    """The parameter of a half copy, or None if `tensor` is not a half copy of a running swap."""
     for swapper in list(swappers.values()):
         for swap in list(swapper.swaps):
             parameter = None if swap.slot_copies is None else swap.slot_copies.parameter_of(tensor)

@@ -84,6 +84,6 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _statistics(module: Any) -> list[Tensor]:
-    """The running mean and variance of a norm; an empty list if `module` is no norm."""
+    """The running mean and variance of a norm; an empty list if `module` is not a norm."""
     values = [getattr(module, name, None) for name in ("running_mean", "running_var")]
     return [value for value in values if type(value) is Tensor and value.dim() == 1]

@@ -54,8 +54,8 @@ def gradient_reader_patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """The patches with which Dynamo reads `grad` only of leaves.
 
     Dynamo reads `grad` of every input tensor of a graph.  torch warns if the tensor, such as a half
-    copy of a weight, is no leaf.  Dynamo hides the warning, but under a filter that turns warnings
-    into errors it compiles nothing.
+    copy of a weight, is not a leaf.  Dynamo hides the warning, but under a filter that turns
+    warnings into errors it compiles nothing.
 
     Empty until Dynamo's module is completely imported (a class in it binds the functions), and if
     torch has other functions.

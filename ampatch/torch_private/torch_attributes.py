@@ -16,7 +16,7 @@ def torch_attribute(name: str, fallback: Any) -> Any:
         module = importlib.import_module(home)
         if hasattr(module, attribute):
             return getattr(module, attribute)
-        # A module that has not been imported is no attribute of its package.
+        # A module that has not been imported is not an attribute of its package.
         return importlib.import_module(name)
     except ImportError:
         return fallback

@@ -15,7 +15,7 @@ from ampatch.tune.remedies import SETTINGS, WHY
 from ampatch.tune.sensitivity import Sensitivity
 
 MAX_ROWS = 20  # of the table on the terminal
-WIDTH = 120  # characters per line if the output is no terminal
+WIDTH = 120  # characters per line if the output is not a terminal
 _HEADS = ("module", "class", "outputs", "gradients", "overflow", "to zero", "FP32")
 
 

@@ -51,7 +51,7 @@ def _shape(normalized_shape: Any) -> list[int]:
 
 
 class FusedLayerNormAffineFunction:
-    """Has `apply` but is no autograd Function: torch's layer norm has a backward of its own."""
+    """Has `apply` but is not an autograd Function: torch's layer norm has a backward of its own."""
 
     apply = staticmethod(fused_layer_norm_affine)
 

@@ -63,7 +63,7 @@ _GUARD = """
 import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sweep, or this process, sends SIGKILL next
 if os.fork():
-    os._exit(0)  # so the guard is no child of the script, which may wait for all its children
+    os._exit(0)  # so the guard is not a child of the script, which may wait for all its children
 os.read(0, 1)
 os.killpg(os.getpgrp(), signal.SIGKILL)
 """

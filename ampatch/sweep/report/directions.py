@@ -1,6 +1,6 @@
 """Tells from the name of a metric whether lower or higher is better.
 
-A name is split into words: at characters that are no letters, at capitals (`valLoss`) and around
+A name is split into words: at characters that are not letters, at capitals (`valLoss`) and around
 the long words of `_EMBEDDED` (`valloss`).  The lists below have the words; their plurals count too.
 
     logloss, val/MSELoss, testErr, top5_error   lower
@@ -30,7 +30,7 @@ _HIGHER = """
     logprob prec loglik bacc sensitivity explained_variance winrate pck sisdr
 """
 _GENERIC = "score top1 top2 top3 top5 top10 topk"  # higher, if no word of the lists above occurs
-# A name with such a word has no direction: a drop of accuracy is no accuracy.
+# A name with such a word has no direction: a drop of accuracy is not an accuracy.
 _QUALIFIERS = """
     scale scaling weight loss_coef loss_coefficient threshold std stdev stderr sd var variance gap
     drop delta diff difference change improvement increase decrease reduction neg negative negated

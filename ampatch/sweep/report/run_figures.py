@@ -9,7 +9,7 @@
   recorded unequal numbers of losses, every first loss is a mean over the same number of losses, a
   twentieth of those of the shortest run.
 * A run has diverged if its last loss is not finite, or if an earlier loss was not finite and the
-  optimizer step after it was taken.  An overflow whose step was skipped is no divergence.
+  optimizer step after it was taken.  An overflow whose step was skipped is not a divergence.
 """
 
 from __future__ import annotations

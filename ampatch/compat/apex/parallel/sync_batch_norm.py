@@ -16,7 +16,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model"]
 class SyncBatchNorm(BATCH_NORMS[0]):
     """`torch.nn.SyncBatchNorm` that also works on the CPU.
 
-    It is no subclass, as in apex, because DistributedDataParallel refuses `nn.SyncBatchNorm` in
+    It is not a subclass, as in apex, because DistributedDataParallel refuses `nn.SyncBatchNorm` in
     models on the CPU.
 
     With `channel_last` the channels are the last dimension of the input.  With `fuse_relu` the
