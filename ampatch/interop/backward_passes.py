@@ -36,7 +36,7 @@ def patches(
     """
 
     def retain_for(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        tensors = map(_differentiated, _items(inputs))
+        tensors = map(_differentiated_tensor, _items(inputs))
         if record_wanted_grads([tensor for tensor in tensors if isinstance(tensor, Tensor)]):
             return not any(map(has_compiled_backward, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
@@ -95,7 +95,7 @@ def _items(tensors: Any) -> Iterable[Any]:
     return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
-def _differentiated(item: Any) -> Any:
+def _differentiated_tensor(item: Any) -> Any:
     """The tensor whose gradient is computed; for an edge to a leaf's accumulator, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..casting.patches import Patch
 
-_CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
+_CLIPPERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def patches(
@@ -50,7 +50,7 @@ def patches(
         *(
             (owner, name, make_clip)
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad)
-            for name in _CLIPPING
+            for name in _CLIPPERS
             if inspect.isfunction(getattr(owner, name, None))
         ),
     ]

@@ -77,7 +77,7 @@ class InputCaster:
         if casts is not None:
             casts.tensors, casts.containers = {}, []
         if casts is None or is_traced_or_transformed():  # Dynamo or another tracer traces the call
-            convert = self._saturated if self._saturates else caster(self._dtype)
+            convert = self._saturated_cast if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast_tensor(args[0], 0, casts),), kwargs
@@ -119,7 +119,7 @@ class InputCaster:
             # Clamp the first input too: a recompute casts the same input again, and then it counts
             # as a later one.
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
-            cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
+            cast = self._saturated_cast(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
         casts.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
@@ -159,7 +159,7 @@ class InputCaster:
         self._on_fp32_input()
         return False
 
-    def _saturated(self, tensor: Any) -> Any:
+    def _saturated_cast(self, tensor: Any) -> Any:
         """`tensor` in float16, with finite values clamped to the range of float16."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
             return caster(self._dtype)(tensor)

@@ -42,7 +42,7 @@ class RunningStatistics:
 
     def _record(self) -> None:
         self._groups = self._group_buffers()
-        self._recorded = [_cat(buffers) for buffers in self._groups]
+        self._recorded_statistics = [_cat(buffers) for buffers in self._groups]
 
     def _group_buffers(self) -> list[list[Tensor]]:
         """The buffers, in one list per device and dtype."""
@@ -60,14 +60,14 @@ class RunningStatistics:
         first = getattr(self._norms[0](), "running_mean", None)
         if type(first) is Tensor and first is not self._groups[0][0]:  # the model was moved
             self._groups = self._group_buffers()
-            if len(self._groups) != len(self._recorded):
+            if len(self._groups) != len(self._recorded_statistics):
                 self._record()
         for index, buffers in enumerate(self._groups):
             now = _cat(buffers)
             is_finite = _logical_not(_sub(now, now))  # two kernels; isfinite has four
             # Instead of inf or NaN, the value that was recorded before.
-            finite = _where(is_finite, now, self._recorded[index].to(now))
-            self._recorded[index] = finite
+            finite = _where(is_finite, now, self._recorded_statistics[index].to(now))
+            self._recorded_statistics[index] = finite
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):

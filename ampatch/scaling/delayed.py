@@ -21,7 +21,7 @@ from .gradients import (
 )
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
-from .scale_value import OverflowFlag, either
+from .scale_value import OverflowFlag, combine_flags
 from .unscaling import add_back
 
 
@@ -39,8 +39,8 @@ def leave_scaled(
     member: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
 ) -> None:
     """End a block with `delay_unscale`: saved gradients get its scale too, and all stay scaled."""
-    shared_scale.add_member(member, [grad for _, grad in block.saved])
-    add_back(block.saved)
+    shared_scale.add_member(member, [grad for _, grad in block.saved_grads])
+    add_back(block.saved_grads)
     member.block = None
 
 
@@ -121,7 +121,7 @@ class PendingScaleUpdate:
         self._skips_together = skips_together
         self._members: list[OptimizerGradients] = []
         self._found_inf: OverflowFlag | None = None  # all flags in one; None: nothing was checked
-        self._delayed: list[DelayedCheck] | None = None
+        self._checks: list[DelayedCheck] | None = None
 
     def add_members(self, members: Sequence[OptimizerGradients]) -> None:
         """Also update at a step of the optimizers of `members`."""
@@ -133,16 +133,18 @@ class PendingScaleUpdate:
     def add_flags(self, flags: list[OverflowFlag]) -> None:
         """Keep these flags for the update."""
         for flag in flags:
-            self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
+            self._found_inf = (
+                flag if self._found_inf is None else combine_flags(self._found_inf, flag)
+            )
 
     def delay_checks(self, checks: list[DelayedCheck]) -> None:
         """Keep these checks until the step, which gives them to their members."""
-        self._delayed = [*(self._delayed or []), *checks]
+        self._checks = [*(self._checks or []), *checks]
 
     def forget_checks(self, member: OptimizerGradients) -> None:
         """Forget the delayed checks of a member whose gradients were zeroed."""
-        if self._delayed is not None:
-            self._delayed = [each for each in self._delayed if each.member is not member]
+        if self._checks is not None:
+            self._checks = [each for each in self._checks if each.member is not member]
 
     def recheck_gradients(self) -> None:
         """Check all gradients for overflow once more, before the first step."""
@@ -158,16 +160,16 @@ class PendingScaleUpdate:
         for member in self._members:
             member.pending_updates = [u for u in member.pending_updates if u is not self]
         self.scaler.update([] if self._found_inf is None else [self._found_inf])
-        self.scaler.was_updated_by_step = self._delayed is not None
+        self.scaler.was_updated_by_step = self._checks is not None
 
     def _hand_over_checks(self) -> None:
         """Give delayed checks to their members, so that an overflow skips their steps.
 
         After `drop_pending_updates` this is not called: the checks are dropped with the update.
         """
-        if self._delayed is not None:
-            checks = self._delayed
-            self._delayed = []
+        if self._checks is not None:
+            checks = self._checks
+            self._checks = []
             for member, check in checks:
                 member.keep_check(check)
 
@@ -229,7 +231,7 @@ def _skip_all_if_any(
 ) -> None:
     """Keep one flag for all of `members`, which is set if one of `flags` is."""
     if flags:
-        found_inf = functools.reduce(either, flags)
+        found_inf = functools.reduce(combine_flags, flags)
         for member in members:
             member.keep_flag(found_inf, scaler)
 

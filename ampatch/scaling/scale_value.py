@@ -52,7 +52,7 @@ def update_(
         update_scale_(scale, tracker, found_inf, *factors, settings.growth_interval)
 
 
-def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
+def combine_flags(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
     """A flag that is set if `first` or `second` is set."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))

@@ -17,7 +17,7 @@ import torch
 
 from ...errors import AmpatchError
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def wrap_closures(
@@ -31,7 +31,7 @@ def wrap_closures(
     closures: list[Callable] = []
 
     def wrap(value: Any, is_closure: bool) -> Any:
-        if isinstance(value, _FUNCTIONS) or (is_closure and callable(value)):
+        if isinstance(value, _FUNCTION_TYPES) or (is_closure and callable(value)):
             closures.append(value)
             return around(value)
         if type(value) is dict:
@@ -43,13 +43,13 @@ def wrap_closures(
     return closures, new_args, new_kwargs
 
 
-def evaluates_first(optimizer: Any) -> bool:
+def evaluates_closure_first(optimizer: Any) -> bool:
     """Whether the optimizer is torch's, and evaluates a closure once, before the step."""
     module = getattr(type(optimizer).step, "__module__", None) or ""
     return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def refuse(optimizer: Any) -> NoReturn:
+def refuse_closure(optimizer: Any) -> NoReturn:
     """Raise `AmpatchError`: this optimizer cannot undo a step after an overflow in a closure."""
     raise AmpatchError(
         f"{type(optimizer).__name__}.step(closure) under a dynamic loss scale: the optimizer calls "

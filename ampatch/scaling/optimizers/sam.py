@@ -53,42 +53,43 @@ class TwoSteps:
 
     def __init__(self, managed: OptimizerForTwoSteps) -> None:
         self._managed = managed
-        self._saved: list[tuple[Tensor, Tensor]] = []  # weights, and their values before the step
-        self._overflowed = False
+        # The weights, and their values before the step.
+        self._saved_weights: list[tuple[Tensor, Tensor]] = []
+        self._has_overflowed = False
 
-    def first(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def first_step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Replaces `first_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._check_overflow()
-        if not (self._overflowed or self._saved):
+        if not (self._has_overflowed or self._saved_weights):
             weights = self._managed.parameters()
-            self._saved = [(weight, weight.detach().clone()) for weight in weights]
+            self._saved_weights = [(weight, weight.detach().clone()) for weight in weights]
         return self._call_unless_overflow(original, args, kwargs)
 
-    def second(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def second_step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Replaces `second_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._check_overflow()
-        if self._overflowed:
+        if self._has_overflowed:
             with torch.no_grad():
-                for weight, value in self._saved:
+                for weight, value in self._saved_weights:
                     weight.copy_(value)
-        self._saved = []
+        self._saved_weights = []
         result = self._call_unless_overflow(original, args, kwargs)
-        self._managed.record_step(self._overflowed)
-        self._overflowed = False
+        self._managed.record_step(self._has_overflowed)
+        self._has_overflowed = False
         self._managed.after_step()
         return result
 
     def _check_overflow(self) -> None:
         self._managed.before_step()
         found_inf = self._managed.gradients.take_found_inf()
-        self._overflowed |= found_inf is not None and is_set(found_inf)
+        self._has_overflowed |= found_inf is not None and is_set(found_inf)
 
     def _call_unless_overflow(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        if not self._overflowed:
+        if not self._has_overflowed:
             return self._managed.session.call_without_casts(original, *args, **kwargs)
         signature = inspect.signature(original)
         if "zero_grad" in signature.parameters:

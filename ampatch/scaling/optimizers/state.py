@@ -50,7 +50,7 @@ def match_state_dtypes(
     for state in states_of(optimizer) if changed else ():
         for param in params:
             if id(param) in changed and param in state:
-                _fit(state, param, param.dtype, replaced_values)
+                _cast_state(state, param, param.dtype, replaced_values)
 
 
 def restore_state(replaced: ReplacedValues) -> None:
@@ -61,16 +61,16 @@ def restore_state(replaced: ReplacedValues) -> None:
         replaced.pop()
 
 
-def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
+def _cast_state(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
     """Cast `container[key]`, a parameter's state or an item of it, except the item "step"."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:
             if name != "step":
-                _fit(value, name, dtype, replaced)
+                _cast_state(value, name, dtype, replaced)
     elif isinstance(value, list):  # LBFGS
         for index in range(len(value)):
-            _fit(value, index, dtype, replaced)
+            _cast_state(value, index, dtype, replaced)
     elif isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not dtype:
         replaced.append((container, key, value))
         container[key] = value.to(dtype)

@@ -48,7 +48,7 @@ class ReplacedMethods:
             class_method = (
                 None if name in attributes else getattr(type(self._optimizer), name, None)
             )
-            function = _shadow(holder, name, original, class_method)
+            function = _make_shadow(holder, name, original, class_method)
             method = types.MethodType(function, self._optimizer)
             self._shadows[name] = (name in attributes, attributes.get(name), method)
             attributes[name] = method
@@ -70,7 +70,7 @@ class ReplacedMethods:
         self._shadows.clear()
 
 
-def _shadow(
+def _make_shadow(
     holder: _ReplacementHolder, name: str, original: Callable, class_method: Any
 ) -> Callable:
     """A method that calls the replacement in `holder`; `original` is the method that it shadows.
@@ -83,12 +83,12 @@ def _shadow(
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if optimizer is not holder.optimizer:
-            return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
+            return _bind_method(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         shadowed = original
         if class_method is not None:
             present = getattr(type(optimizer), name, class_method)
             if present is not class_method:
-                shadowed = _bound(present, optimizer)
+                shadowed = _bind_method(present, optimizer)
         if holder.replacement is None:
             return shadowed(*args, **kwargs)
         return holder.replacement(shadowed, args, kwargs)
@@ -97,7 +97,7 @@ def _shadow(
     return method
 
 
-def _bound(value: Any, optimizer: Any) -> Callable:
+def _bind_method(value: Any, optimizer: Any) -> Callable:
     """An attribute of the class, bound to `optimizer` as `getattr(optimizer, ...)` binds it."""
     bind = getattr(type(value), "__get__", None)
     return value if bind is None else bind(value, optimizer, type(optimizer))
