@@ -1,6 +1,6 @@
-"""O2: an embedding's weight is cast to half only if other code than its own lookup reads it.
+"""O2: the weight of an embedding is cast to half only if code other than the lookup reads it.
 
-A lookup reads some vectors of the weight; a cast reads all vectors, in each forward.  So
+A lookup reads some vectors of the weight, but a cast would read all vectors in each forward.  So
 `nn.Embedding` and `nn.EmbeddingBag` look up in their FP32 weight, and return the result in half
 (`casting/special_ops`).  Other code that reads the weight while the model's forward runs, such as a
 product with it, gets a half copy, as for any other weight.

@@ -1,8 +1,9 @@
 """The loss scale: static, or dynamic.
 
-A static scale is a number; at 1 there is nothing to do.  A dynamic scale is a 0-dim tensor on the
-device of the losses; its rule is in `scale_value`.  Gradients are unscaled by a snapshot of the
-scale that their loss was multiplied by: another block or `set` may have changed the scale since.
+A static scale is a number; a scale of 1 changes nothing.  A dynamic scale is a 0-dim tensor on the
+device of the losses; `scale_value` has the rule of its changes.  Gradients are unscaled by a
+snapshot of the scale that multiplied the loss, because another block or `set` may have changed the
+scale since then.
 """
 
 from __future__ import annotations
@@ -125,11 +126,11 @@ class StaticScaler:
 class DynamicScaler:
     """A loss scale that grows while no gradient overflows and backs off when one does.
 
-    It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
-    overflow; and stays within `min_loss_scale` and `max_loss_scale`.
+    The defaults are those of apex and torch.amp: the scale starts at 2**16, is doubled after 2000
+    clean steps, and is halved on overflow.  It stays within `min_loss_scale` and `max_loss_scale`.
 
     The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors on the device of
-    the losses.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
+    the losses.  Updates write into these tensors, because CUDA graphs may hold them.  Only `get`,
     `has_overflow`, `state_dict`, a new `growth_interval` and a move to another device synchronize.
     """
 
@@ -192,8 +193,8 @@ class DynamicScaler:
     def has_overflow(self) -> bool:
         """Whether gradients that were unscaled since the last `update` have overflowed.
 
-        Right after an `update` it covers the gradients that were unscaled before it.  Synchronizes
-        with the device.
+        Right after an `update`, the result covers the gradients that were unscaled before this
+        update.  Synchronizes with the device.
         """
         return any(map(is_set, self._flags))
 

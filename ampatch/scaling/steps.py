@@ -1,7 +1,7 @@
 """The steps that an optimizer took and skipped: their counts, and messages about them.
 
-For most optimizers the host decides whether to step.  The kernels of fused optimizers decide on the
-device.  Their steps are counted there, and counting them does not synchronize.
+For most optimizers, the host decides whether to step.  For fused optimizers, the kernels decide on
+the device, and the steps are counted there without a host sync.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepCounter:
         torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # in_a_row + 1, or 0
 
     def read(self) -> StepCounts:
-        """The counts.  Synchronizes with the device if they are there."""
+        """The counts.  Synchronizes with the device if the counts are on a device."""
         if self._device_counts is None:
             return StepCounts(self._num_taken, self._num_skipped, self._num_in_a_row)
         return _counts(self._device_counts.tolist())

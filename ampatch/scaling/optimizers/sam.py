@@ -1,14 +1,14 @@
-"""Optimizers whose step is two calls, as sharpness-aware ones (SAM, arXiv 2010.01412).
+"""Optimizers whose step consists of two calls, such as SAM (arXiv 2010.01412).
 
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
-    optimizer.first_step(zero_grad=True)       # climbs to the perturbed weights
+    optimizer.first_step(zero_grad=True)       # moves the weights to the perturbed point
     with scale_loss(loss(model(x)), optimizer) as scaled_loss: scaled_loss.backward()
-    optimizer.second_step(zero_grad=True)      # climbs down and steps
+    optimizer.second_step(zero_grad=True)      # moves them back, then updates them
 
-After an overflow in either block the step is skipped: `first_step` then changes no weight, and
-`second_step` puts back the weights from before `first_step`.  The same holds if `first_step` is
-called several times.  If the optimizer's own `step(closure)` calls the two methods, they are part
-of that step.
+If either block overflows, the step is skipped: `first_step` changes no weight, and `second_step`
+restores the weights from before the first `first_step`.  The script may call `first_step` several
+times.  If `step(closure)` of the optimizer calls the two methods, ampatch treats them as part of
+that step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..scale_value import is_set
 
 
 class OptimizerForTwoSteps(Protocol):
-    """What `TwoSteps` needs of the `ManagedOptimizer`."""
+    """The part of `ManagedOptimizer` that `TwoSteps` uses."""
 
     optimizer: Any
     session: Any
@@ -40,7 +40,7 @@ class OptimizerForTwoSteps(Protocol):
         """Record whether the step is skipped."""
 
     def after_step(self) -> None:
-        """Finish a step; to be called after `record_step`."""
+        """Finish a step.  Call it after `record_step`."""
 
 
 def has_two_steps(optimizer: Any) -> bool:
@@ -49,7 +49,7 @@ def has_two_steps(optimizer: Any) -> bool:
 
 
 class TwoSteps:
-    """The two calls of one managed optimizer's step."""
+    """The two calls that make up one step of a managed optimizer."""
 
     def __init__(self, managed: OptimizerForTwoSteps) -> None:
         self._managed = managed
@@ -58,7 +58,7 @@ class TwoSteps:
         self._has_overflowed = False
 
     def first_step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Replaces `first_step`."""
+        """Replace the optimizer's `first_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._check_overflow()
@@ -68,7 +68,7 @@ class TwoSteps:
         return self._call_unless_overflow(original, args, kwargs)
 
     def second_step(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Replaces `second_step`."""
+        """Replace the optimizer's `second_step`."""
         if self._managed.is_evaluating:
             return original(*args, **kwargs)
         self._check_overflow()
