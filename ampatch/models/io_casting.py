@@ -67,7 +67,7 @@ class InputCaster:
         self._dtype = dtype
         self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
-        self._limit = 2 / torch.finfo(dtype).eps
+        self._integer_limit = 2 / torch.finfo(dtype).eps
         self._on_fp32_input = on_fp32_input
         self._fp32_positions: set[int] = set()
         self._seen_positions: set[int] = set()
@@ -112,7 +112,7 @@ class InputCaster:
             if position in self._fp32_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
-                cast = _fitting_copy(tensor, self._dtype, self._limit)
+                cast = _fitting_copy(tensor, self._dtype, self._integer_limit)
             if cast is None and not self._check_fits_half(tensor, position):
                 return tensor
         if cast is None:
@@ -142,7 +142,7 @@ class InputCaster:
             return True
         low: Any = smallest.tolist()
         high: Any = largest.tolist()
-        if -self._limit < low and high < self._limit:
+        if -self._integer_limit < low and high < self._integer_limit:
             return True
         if not half_cannot_hold(values, self._dtype):
             return True

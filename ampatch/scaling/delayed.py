@@ -1,8 +1,8 @@
-"""Work that is put off until an optimizer's step.
+"""Work that is delayed until an optimizer's step.
 
 * Unscaling of gradients that `delay_unscale` left scaled.
-* Updates of loss scales, with `delay_overflow_check`, or with several processes: in DDP's `no_sync`
-  only one rank may see an inf; at the step all ranks have seen it.
+* Updates of loss scales, with `delay_overflow_check` or several processes.  In DDP's `no_sync` only
+  one rank may see an inf, but at the step all ranks have seen the inf.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .unscaling import add_back
 
 
 class DelayedCheck(NamedTuple):
-    """A check that `delay_overflow_check` postponed to the step, and the member that it is of."""
+    """A check that `delay_overflow_check` postponed, and the member whose gradients it covers."""
 
     member: OptimizerGradients
     check: OverflowCheck
@@ -38,16 +38,16 @@ class DelayedCheck(NamedTuple):
 def leave_scaled(
     member: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
 ) -> None:
-    """End a block with `delay_unscale`: saved gradients get its scale too, and all stay scaled."""
+    """End a block with `delay_unscale`: scale the saved gradients too, and leave all scaled."""
     shared_scale.add_member(member, [grad for _, grad in block.saved_grads])
     add_back(block.saved_grads)
     member.block = None
 
 
 def unscale_if_scale_differs(member: OptimizerGradients, scaler: Scaler) -> None:
-    """Before a block of `scaler`: unscale gradients that still have another scale.
+    """Unscale gradients that still have another scale than `scaler`; called before a block.
 
-    First abandons a block that was interrupted.
+    A block that was interrupted is abandoned first.
     """
     member.abandon()
     applied = member.applied_scale
@@ -110,10 +110,10 @@ def unscale_before_clipping(member: OptimizerGradients, param_ids: set[int]) -> 
 class PendingScaleUpdate:
     """An update of a scaler that waits for the step.
 
-    It runs before the first step of any of the members' optimizers, with the overflow flags that
+    The update runs before the first step of any member's optimizer, with the overflow flags that
     were collected until then.
 
-    `skips_together`: after an overflow in the gradients of one optimizer, all of them skip.
+    `skips_together`: if the gradients of one optimizer overflow, all these optimizers skip.
     """
 
     def __init__(self, scaler: DynamicScaler, skips_together: bool) -> None:
@@ -124,7 +124,7 @@ class PendingScaleUpdate:
         self._checks: list[DelayedCheck] | None = None
 
     def add_members(self, members: Sequence[OptimizerGradients]) -> None:
-        """Also update at a step of the optimizers of `members`."""
+        """Make a step of the optimizers of `members` run this update too."""
         for member in members:
             if member not in self._members:
                 self._members.append(member)
@@ -214,8 +214,8 @@ def run_pending_updates(member: OptimizerGradients) -> None:
 def skip_together(members: Sequence[OptimizerGradients]) -> None:
     """If one optimizer of `members` has overflowed, have all of them skip their next step.
 
-    Called before the gradients are clipped by one norm: a norm of inf or NaN ruins finite gradients
-    too, and their optimizer would step.
+    Call it before gradients are clipped by a common norm, because a norm of inf or NaN also ruins
+    finite gradients, and their optimizer would step.
     """
     checks = [
         member.check
@@ -239,8 +239,8 @@ def _skip_all_if_any(
 def drop_pending_updates(scaler: Scaler, members: Sequence[OptimizerGradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
-    For a script that calls `update_scale()` and decides itself whether to step.  The step then
-    updates no scale; it is skipped only after an overflow in another block.
+    This serves a script that calls `update_scale()` and decides itself whether to step.  The step
+    then updates no scale, and is skipped only after an overflow in another block.
     """
     for member in members:
         member.pending_updates = [u for u in member.pending_updates if u.scaler is not scaler]

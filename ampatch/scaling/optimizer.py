@@ -39,7 +39,7 @@ returns the state in torch's layout, and parameters with the FP32 values that we
 
 
 class SessionForOptimizer(Protocol):
-    """What a managed optimizer needs of its session."""
+    """The part of a session that a managed optimizer uses."""
 
     process_group: Any
     observers: Any  # the observers of steps; `observers.registered` is empty if there are none

@@ -115,7 +115,7 @@ def _counts(values: list[float]) -> StepCounts:
 
 
 class SessionForReports(Protocol):
-    """What the messages about steps need of the session."""
+    """The part of a session that the messages about steps use."""
 
     max_consecutive_skips: int  # this number of skips in a row is logged as an error
     last_loss: Callable[[], Tensor | None]  # returns the loss of the last block if it still exists
@@ -166,8 +166,8 @@ class StepReports:
         """Log that `new` more steps were skipped; from ten in a row on, only at each doubling.
 
         Logging the error about `max_consecutive_skips` skips in a row synchronizes with the device.
-        So does reading a loss on an accelerator, which therefore happens only after ten skips in a
-        row, when training has stalled anyway.
+        Reading a loss on an accelerator synchronizes too, so a loss is read there only after ten
+        skips in a row, when training has stalled anyway.
         """
         streak = counts.skipped_in_a_row
         is_left_over = streak > 1 and self._gradients.overflow_is_left_over()
@@ -230,7 +230,8 @@ class StepReports:
     def _warn_without_block(self) -> None:
         """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Not after a step at learning rate 0: libraries take such a step to create optimizer states.
+        A step at learning rate 0 gets no warning, because libraries use such a step to create
+        optimizer states.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):
