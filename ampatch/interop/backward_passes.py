@@ -1,9 +1,9 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
 * A pass that computes gradients of some weights only (`inputs=`) also runs through other layers
-  whose weights share a cast node with them.  From the next forward on, each weight of that model
-  has its own cast node.
-* A pass in a `scale_loss` block is checked: its gradients must be scaled.
+  whose weights share a cast node with these weights.  From the next forward on, each weight of that
+  model has a cast node of its own.
+* A pass in a `scale_loss` block is checked, because the gradients must be scaled.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def patches(
     """The patches of `torch.autograd.grad` and `torch.autograd.backward`.
 
     `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass computes.  It
-    returns whether existing graphs may cast them in one node with other weights.  Then the pass
-    also runs through the layers of these other weights.  Under torch.autocast it would not, and
-    would not free their saved tensors, so the patched function retains the graph.
+    returns whether existing graphs may cast these inputs in one node with other weights.  If so,
+    the pass also runs through the layers of the other weights.  Under torch.autocast the pass would
+    not free the saved tensors of these layers, so the patched function retains the graph.
     `start_pass_check(tensors)` is called before a pass from these tensors that adds to gradients.
     It returns a function to call after the pass, or None.
     """
@@ -96,7 +96,7 @@ def _items(tensors: Any) -> Iterable[Any]:
 
 
 def _differentiated_tensor(item: Any) -> Any:
-    """The tensor whose gradient is computed; for an edge to a leaf's accumulator, the leaf."""
+    """The tensor whose gradient is computed; for a gradient edge of a leaf, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 
 

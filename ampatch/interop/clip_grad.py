@@ -24,7 +24,7 @@ def patches(
     """The patches of the clipping functions and of `nn.Module.zero_grad`.
 
     `unscale(tensors, by_norm)` unscales gradients of these tensors that `delay_unscale` left
-    scaled; `by_norm`: one norm of all gradients clips them.
+    scaled; `by_norm` says whether the gradients are clipped by their common norm.
     `on_zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 

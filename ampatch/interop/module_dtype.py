@@ -1,10 +1,10 @@
 """Refuses `model.half()` and `model.to(dtype)` of a managed model, before anything changes.
 
-`.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
+`.float()` at O2 is refused too, because weights are FP32 and forwards compute with half copies.
 Calls that change no dtype work (`.to(device)`, `.to(weight.dtype)`, a memory format), except moves
-for which torch makes new parameters, which the optimizer would not have.  All calls work on
-submodules that were added after `initialize`, such as adapters of peft, unless an optimizer has
-their parameters.
+for which torch makes new parameters, because the optimizer would keep the old parameters.  All
+calls work on submodules that were added after `initialize`, such as adapters of peft, unless an
+optimizer has the submodule's parameters.
 """
 
 from __future__ import annotations

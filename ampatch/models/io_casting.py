@@ -116,8 +116,8 @@ class InputCaster:
             if cast is None and not self._check_fits_half(tensor, position):
                 return tensor
         if cast is None:
-            # Clamp the first input too: a recompute casts the same input again, and then it counts
-            # as a later one.
+            # Clamp the first input too, because a recompute casts the same input again as a later
+            # one.
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
             cast = self._saturated_cast(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
@@ -125,7 +125,7 @@ class InputCaster:
         return cast
 
     def _check_fits_half(self, tensor: Tensor, position: int) -> bool:
-        """Whether the values fit, or are not checked.  If not: log, and record the position."""
+        """Whether the values fit, or are not checked.  Otherwise log, and record the position."""
         if not tensor.is_cpu and (
             position in self._seen_positions
             or not has_values(tensor.device)

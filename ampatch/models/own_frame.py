@@ -48,10 +48,10 @@ _MISSING = object()
 class _Attributes(dict[str, Any]):
     """The `__dict__` of a module that has frames.
 
-    A lookup by name returns the frames; iteration and copies return the attributes of a plain
-    module.  So code that copies attributes makes plain modules: `clone.__dict__ =
-    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  A copied frame would
-    call the original module, and a deep copy of it would copy that module too.
+    A lookup by name returns the frames, but iteration and copies return the attributes of a plain
+    module.  So code that copies attributes makes plain modules, such as `clone.__dict__ =
+    module.__dict__.copy()` in MAML libraries, or the `__deepcopy__` of a class.  A copied frame
+    would call the original module, and a deep copy of a frame would copy that module too.
     """
 
     __slots__ = ()

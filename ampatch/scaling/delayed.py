@@ -59,7 +59,8 @@ def unscale_if_scale_differs(member: OptimizerGradients, scaler: Scaler) -> None
 def unscale_delayed(member: OptimizerGradients) -> None:
     """Unscale gradients that `delay_unscale` left scaled, in all optimizers that share the scale.
 
-    The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
+    The scaler counts one step.  In an open block the function does nothing, because the block
+    unscales at the end.
     """
     applied = member.applied_scale
     if applied is None or member.block is not None:
@@ -83,9 +84,9 @@ def unscale_delayed(member: OptimizerGradients) -> None:
 
 
 def unscale_before_clipping(member: OptimizerGradients, param_ids: set[int]) -> bool:
-    """Unscale the member's gradients if some of the parameters to be clipped (ids) are its own.
+    """Unscale the member's gradients if the member has some of the parameters to be clipped (ids).
 
-    Returns whether some are its own; False while a block of the optimizer is open.
+    Returns whether the member has some; False while a block of the optimizer is open.
     """
     if not any(id(param) in param_ids for param in member.parameters()):
         return False
