@@ -26,20 +26,20 @@ def half_function(function: Function) -> Function:
     subclasses of `torch.autograd.Function`: it casts the inputs of `apply`, and `backward` uses the
     same casts as the forward.  Raises `TypeError` for anything else.
     """
-    return _decorated(function, Rule.HALF, "ampatch.half_function")
+    return _decorate_with_rule(function, Rule.HALF, "ampatch.half_function")
 
 
 def float_function(function: Function) -> Function:
     """Like `half_function`, but casts half arguments to FP32."""
-    return _decorated(function, Rule.FLOAT, "ampatch.float_function")
+    return _decorate_with_rule(function, Rule.FLOAT, "ampatch.float_function")
 
 
 def promote_function(function: Function) -> Function:
     """Like `half_function`, but casts to the widest floating dtype among the arguments."""
-    return _decorated(function, Rule.PROMOTE, "ampatch.promote_function")
+    return _decorate_with_rule(function, Rule.PROMOTE, "ampatch.promote_function")
 
 
-def _decorated(function: Any, rule: Rule, user_call: str) -> Any:
+def _decorate_with_rule(function: Any, rule: Rule, user_call: str) -> Any:
     user_functions.check_can_follow_rule(function, user_call)
     choose = CHOOSERS[rule]
     if not user_functions.is_function_class(function):

@@ -140,7 +140,7 @@ class Handle:
             return optimizer.scale_loss(loss)
         if not self.is_active():
             return PlainBlock(loss)
-        return self._scaled(loss, optimizer, loss_id=0)
+        return self._scale_loss_block(loss, optimizer, loss_id=0)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> WrappedOptimizer:
         """Wrap an optimizer: it gets `scale_loss`, and a loss scale for each of `num_loss` losses.
@@ -150,13 +150,15 @@ class Handle:
         whole_number(f"wrap_optimizer(num_loss={num_loss!r})", num_loss, least=1)
         if not self.is_active():
             return WrappedOptimizer(optimizer, self, range(1))
-        self._managed(optimizer)
+        self._managed_optimizer(optimizer)
         return WrappedOptimizer(optimizer, self, self._session.add_scalers(num_loss))
 
-    def _scaled(self, loss: Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[Tensor]:
-        return self._session.scale_loss_block(loss, [self._managed(optimizer)], loss_id)
+    def _scale_loss_block(
+        self, loss: Tensor, optimizer: Any, loss_id: int
+    ) -> AbstractContextManager[Tensor]:
+        return self._session.scale_loss_block(loss, [self._managed_optimizer(optimizer)], loss_id)
 
-    def _managed(self, optimizer: Any) -> Any:
+    def _managed_optimizer(self, optimizer: Any) -> Any:
         session, managed = registry.objects.find(optimizer) or (self._session, None)
         if session is not self._session:
             raise AmpatchError(
@@ -184,19 +186,19 @@ class WrappedOptimizer:
         self._optimizer = optimizer
         self._handle = handle
         self._loss_ids = loss_ids
-        self._turn = 0
+        self._num_losses_scaled = 0
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """Context manager: yields the scaled loss; after it gradients are unscaled."""
         if not self._handle.is_active():
             return PlainBlock(loss)
-        loss_id = self._loss_ids[self._turn % len(self._loss_ids)]
-        self._turn += 1
-        return self._handle._scaled(loss, self._optimizer, loss_id)
+        loss_id = self._loss_ids[self._num_losses_scaled % len(self._loss_ids)]
+        self._num_losses_scaled += 1
+        return self._handle._scale_loss_block(loss, self._optimizer, loss_id)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step; it does nothing after an overflow in one of the losses."""
-        self._turn = 0
+        self._num_losses_scaled = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:

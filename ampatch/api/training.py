@@ -282,7 +282,7 @@ def set_loss_scale_settings(loss_id: int = 0, **settings: Unpack[ScaleSettings])
             f"{user_call}: loss scale {loss_id} is static and has no settings. Use "
             'ampatch.set_loss_scale, or initialize(..., loss_scale="dynamic").'
         )
-    scaler.change(user_call, settings)
+    scaler.change_settings(user_call, settings)
 
 
 def step_was_skipped(optimizer: AnyOptimizer) -> bool:
@@ -292,7 +292,7 @@ def step_was_skipped(optimizer: AnyOptimizer) -> bool:
     Raises `AmpatchError` for an optimizer that was not given to `initialize`.
     """
     managed = _find_managed(optimizer, "ampatch.step_was_skipped")
-    return managed is not None and bool(managed.skipped)
+    return managed is not None and bool(managed.last_step_skipped)
 
 
 def step_counts(optimizer: AnyOptimizer) -> StepCounts:

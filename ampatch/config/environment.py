@@ -121,7 +121,7 @@ def replaced_values(
 def native_setting(environment: Mapping[str, str] = os.environ) -> bool | None:
     """`AMPATCH_NATIVE` as a bool, or None if it is not set."""
     text = environment.get("AMPATCH_NATIVE", "")
-    return _truth("AMPATCH_NATIVE", text) if text.strip() else None
+    return _checked_truth_value("AMPATCH_NATIVE", text) if text.strip() else None
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
@@ -133,18 +133,18 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> str:
 
 def opt_level(name: str, text: str) -> str:
     """`"O0"` to `"O5"` from the text of `name`, a variable or an option."""
-    return _checked(name, text, level_name, LEVELS_IN_WORDS, did_you_mean_level(text.strip()))
+    return _checked_value(name, text, level_name, LEVELS_IN_WORDS, did_you_mean_level(text.strip()))
 
 
 def dtype(name: str, text: str) -> torch.dtype:
     """The half dtype from the text of `name`."""
-    return _checked(name, text, half_dtype, "float16 or bfloat16; for FP32 use opt level O0")
+    return _checked_value(name, text, half_dtype, "float16 or bfloat16; for FP32 use opt level O0")
 
 
 def loss_scale(name: str, text: str) -> str | float:
     """`"dynamic"` or a number from the text of `name`."""
     check = functools.partial(loss_scale_value, name)
-    return _checked(
+    return _checked_value(
         name, text, check, '"dynamic" or a positive number, such as 128, that FP32 can invert'
     )
 
@@ -157,7 +157,7 @@ def overrides(name: str, text: str) -> dict[str, str]:
     return globs
 
 
-def _truth(name: str, text: str) -> bool:
+def _checked_truth_value(name: str, text: str) -> bool:
     if text.strip().lower() in ("0", "false"):
         return False
     if text.strip().lower() in ("1", "true"):
@@ -181,7 +181,7 @@ def _settings(name: str, text: str) -> dict[str, Any]:
     return settings
 
 
-def _checked(name: str, text: str, check: Any, expected: str, hint: str = "") -> Any:
+def _checked_value(name: str, text: str, check: Any, expected: str, hint: str = "") -> Any:
     try:
         return check(text.strip())
     except ValueError:
@@ -193,7 +193,7 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "AMPATCH_DTYPE": ("dtype", dtype),
     "AMPATCH_LOSS_SCALE": ("loss_scale", loss_scale),
     "AMPATCH_OVERRIDES": ("overrides", overrides),
-    "AMPATCH_ENABLED": ("enabled", _truth),
+    "AMPATCH_ENABLED": ("enabled", _checked_truth_value),
     "AMPATCH_SETTINGS": ("settings", _settings),
 }
 VARIABLES = tuple(_READERS)

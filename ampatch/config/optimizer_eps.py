@@ -1,4 +1,4 @@
-"""The eps of Adam and similar optimizers with half weights: in float16 torch's default is 0.
+"""The eps of Adam and similar optimizers with half weights, where torch's default may be 0.
 
 These optimizers divide by sqrt(v) + eps in the dtype of the weights.  float16's smallest number is
 2^-24, so the default 1e-8 is 0.  The v of a first step is 0.001 g^2, which is 0 too for |g| below
@@ -20,9 +20,9 @@ the learning rate.  With 1e-4 it is 55 times (docs/accuracy.md has a training th
 
 
 def lost_eps(optimizer: Any) -> str | None:
-    """A warning if the eps is 0 in the dtype of its weights, else None.
+    """A warning if the optimizer's eps is 0 in the dtype of the weights, else None.
 
-    The fused kernels of Adam compute in FP32.
+    Fused Adam gets no warning, because the kernels compute in FP32.
     """
     for group in optimizer.param_groups:
         eps = group.get("eps")

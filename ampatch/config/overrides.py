@@ -1,7 +1,7 @@
 """`overrides={"decoder.*": "float", nn.Softmax: "float", torch.bmm: "half"}`, parsed and checked.
 
-A key is a glob over module paths, a module class, or a function.  A JSON file, as `ampatch tune`
-writes it, or JSON text has only globs: `{"decoder.*": "float"}`.
+A key is a glob over module paths, a module class, or a function.  JSON text, or a JSON file such as
+`ampatch tune` writes, has only globs: `{"decoder.*": "float"}`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks of single values from the user: numbers, truth values, words.
 
-Each check takes `what`, the call or setting with its value (`"ampatch.initialize(num_losses=0)"`):
-its error message begins with this text.  A wrong type is a `TypeError`, a wrong value a
-`ValueError`.
+The argument `what` of each check is the call or setting with the value, such as
+`"ampatch.initialize(num_losses=0)"`, and begins the error message.  A wrong type raises
+`TypeError`, and a wrong value raises `ValueError`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Backward passes: `torch.autograd.grad`, `torch.autograd.backward`, and with it `Tensor.backward`.
 
 * A pass that computes gradients of some weights only (`inputs=`) also runs through other layers
-  whose weights share a cast node with them.  From the next forward on, each weight of that model
-  has its own cast node.
-* A pass in a `scale_loss` block is checked: its gradients must be scaled.
+  whose weights share a cast node with these weights.  From the next forward on, each weight of that
+  model has a cast node of its own.
+* A pass in a `scale_loss` block is checked, because the gradients must be scaled.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def patches(
     """The patches of `torch.autograd.grad` and `torch.autograd.backward`.
 
     `record_wanted_grads(tensors)` is called with the inputs whose gradients a pass computes.  It
-    returns whether existing graphs may cast them in one node with other weights.  Then the pass
-    also runs through the layers of these other weights.  Under torch.autocast it would not, and
-    would not free their saved tensors, so the patched function retains the graph.
+    returns whether existing graphs may cast these inputs in one node with other weights.  If so,
+    the pass also runs through the layers of the other weights.  Under torch.autocast the pass would
+    not free the saved tensors of these layers, so the patched function retains the graph.
     `start_pass_check(tensors)` is called before a pass from these tensors that adds to gradients.
     It returns a function to call after the pass, or None.
     """
 
     def retain_for(outputs: Any, inputs: Any, retain_graph: bool | None) -> bool | None:
-        tensors = map(_differentiated, _items(inputs))
+        tensors = map(_differentiated_tensor, _items(inputs))
         if record_wanted_grads([tensor for tensor in tensors if isinstance(tensor, Tensor)]):
             return not any(map(has_compiled_backward, map(_node, _items(outputs)))) or retain_graph
         return retain_graph
@@ -95,8 +95,8 @@ def _items(tensors: Any) -> Iterable[Any]:
     return tensors.values() if isinstance(tensors, Mapping) else tensors
 
 
-def _differentiated(item: Any) -> Any:
-    """The tensor whose gradient is computed; for an edge to a leaf's accumulator, the leaf."""
+def _differentiated_tensor(item: Any) -> Any:
+    """The tensor whose gradient is computed; for a gradient edge of a leaf, the leaf."""
     return getattr(item.node, "variable", None) if isinstance(item, GradientEdge) else item
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..casting.patches import Patch
 
-_CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
+_CLIPPERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def patches(
@@ -24,7 +24,7 @@ def patches(
     """The patches of the clipping functions and of `nn.Module.zero_grad`.
 
     `unscale(tensors, by_norm)` unscales gradients of these tensors that `delay_unscale` left
-    scaled; `by_norm`: one norm of all gradients clips them.
+    scaled; `by_norm` says whether the gradients are clipped by their common norm.
     `on_zeroed(ids)` is called with the ids of the parameters whose gradients were zeroed.
     """
 
@@ -50,7 +50,7 @@ def patches(
         *(
             (owner, name, make_clip)
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad)
-            for name in _CLIPPING
+            for name in _CLIPPERS
             if inspect.isfunction(getattr(owner, name, None))
         ),
     ]

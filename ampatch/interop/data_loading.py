@@ -1,4 +1,4 @@
-"""Runs a DataLoader's preparation of data without casts, in this process and in its workers."""
+"""Runs the data preparation of a DataLoader without casts, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..torch_private.data_loading import DATA_PREPARATION_FUNCTIONS
 
 
 def patches(state: CastState) -> list[Patch]:
-    """The patches of functions that prepare data.  Managed models that they call still cast."""
+    """The patches of functions that prepare data.  Managed models still cast in these functions."""
     return [
         (owner, name, lambda fn: _without_casts(fn, state))
         for owner, name in DATA_PREPARATION_FUNCTIONS

@@ -3,8 +3,8 @@
 `join()` is refused under a dynamic loss scale.
 
 A model with DTensors (`device_mesh=`) is refused at O2.  DDP replaces each DTensor with the rank's
-local tensor, and rebuilds the DTensor in every forward.  It finds the local tensors by an attribute
-that half copies do not have.
+local tensor, and rebuilds the DTensor in every forward.  DDP finds the local tensors by an
+attribute that half copies do not have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HasHalfCopy = Callable[[Tensor], bool]
 
 
 def init_patches(compare_ranks: CompareRanks, has_half_copy: HasHalfCopy) -> list[Patch]:
-    """The patch of `DistributedDataParallel.__init__`: ranks that wrap a model are compared."""
+    """The patch of `DistributedDataParallel.__init__`, which compares ranks that wrap a model."""
     if not torch.distributed.is_available():
         return []
 
@@ -67,7 +67,7 @@ def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfC
 
 
 def join_patches(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
-    """The patch of `DistributedDataParallel.join_hook`: uneven inputs may be refused."""
+    """The patch of `DistributedDataParallel.join_hook`, which may refuse uneven inputs."""
     if not torch.distributed.is_available():
         return []
 

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 
 from ..torch_private import dynamo
 
-_ROOMS = ("casting", "interop", "models", "session", "torch_private")
+_SKIPPED_FOLDERS = ("casting", "interop", "models", "session", "torch_private")
 _TRACED_MODULES = {
     "interop": "backward_passes",
     "casting": "arguments autocast_interop dynamo_patches rules special_ops user_functions wrapper",
@@ -26,18 +26,18 @@ _TRACED_MODULES = {
 
 
 def run_eagerly() -> None:
-    """Have Dynamo skip every function of these rooms, as soon as Dynamo is imported.
+    """Have Dynamo skip every function of these folders, as soon as Dynamo is imported.
 
-    Call it after all modules of the rooms are imported, because Dynamo may be imported already.
+    Call it after all modules of the folders are imported, because Dynamo may be imported already.
     """
     dynamo.run_eagerly(lambda: chain.from_iterable(map(_code_objects, _modules())))
 
 
 def _modules() -> Iterator[ModuleType]:
     package = __name__.rpartition(".interop")[0]
-    for room in _ROOMS:
-        start = f"{package}.{room}."
-        traced = [start + name for name in _TRACED_MODULES.get(room, "").split()]
+    for folder in _SKIPPED_FOLDERS:
+        start = f"{package}.{folder}."
+        traced = [start + name for name in _TRACED_MODULES.get(folder, "").split()]
         for name, module in list(sys.modules.items()):
             if name.startswith(start) and name not in traced:
                 yield module

@@ -1,10 +1,10 @@
 """Refuses `model.half()` and `model.to(dtype)` of a managed model, before anything changes.
 
-`.float()` at O2 is refused too: weights are FP32, and forwards compute with half copies of them.
+`.float()` at O2 is refused too, because weights are FP32 and forwards compute with half copies.
 Calls that change no dtype work (`.to(device)`, `.to(weight.dtype)`, a memory format), except moves
-for which torch makes new parameters, which the optimizer would not have.  All calls work on
-submodules that were added after `initialize`, such as adapters of peft, unless an optimizer has
-their parameters.
+for which torch makes new parameters, because the optimizer would keep the old parameters.  All
+calls work on submodules that were added after `initialize`, such as adapters of peft, unless an
+optimizer has the submodule's parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..models.half_copy_swaps import half_copy_dtypes
 from ..torch_private.modules import APPLY
 from ..torch_private.tensors import keeps_parameter
 
-Apply = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 IsReliedOn = Callable[[Tensor], bool]
 """Whether a session or an optimizer relies on a parameter or a buffer."""
 
@@ -42,13 +42,13 @@ def patches(
         running = False  # True in the calls for submodules
 
         @functools.wraps(original)
-        def _apply(self: nn.Module, fn: Apply, *args: Any, **kwargs: Any) -> nn.Module:
+        def _apply(self: nn.Module, fn: TensorFunction, *args: Any, **kwargs: Any) -> nn.Module:
             nonlocal running
             if running:
                 return original(self, fn, *args, **kwargs)
             model = model_of(self)
             if model is not None:
-                for name, tensor in _tensors(self, is_relied_on):
+                for name, tensor in _managed_tensors(self, is_relied_on):
                     _refuse_other_tensor(self, name, tensor, fn, model)
             running = True
             try:
@@ -63,9 +63,9 @@ def patches(
         def float(self: nn.Module) -> nn.Module:
             model = model_of(self)
             half_dtypes = {} if model is None else half_copy_dtypes(self)
-            for name, tensor in _tensors(self, is_relied_on) if half_dtypes else ():
+            for name, tensor in _managed_tensors(self, is_relied_on) if half_dtypes else ():
                 if id(tensor) in half_dtypes:
-                    _refuse(self, name, half_dtypes[id(tensor)], torch.float32, model)
+                    _refuse_dtype(self, name, half_dtypes[id(tensor)], torch.float32, model)
             return original(self)
 
         return float
@@ -73,7 +73,7 @@ def patches(
     return [(nn.Module, APPLY, make), (nn.Module, "float", make_float)]
 
 
-def _tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str, Tensor]]:
+def _managed_tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str, Tensor]]:
     """The module's floating tensors that a session or an optimizer relies on, by name."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor) and tensor.is_floating_point() and is_relied_on(tensor):
@@ -81,14 +81,14 @@ def _tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str,
 
 
 def _refuse_other_tensor(
-    module: nn.Module, name: str, tensor: Tensor, fn: Apply, model: nn.Module
+    module: nn.Module, name: str, tensor: Tensor, fn: TensorFunction, model: nn.Module
 ) -> None:
     """Raise `AmpatchError` if `fn` changes the dtype, or torch would make a new parameter."""
     detached = tensor.detach()
     with torch.no_grad():
         changed = fn(detached.new_empty(0))
     if changed.dtype is not tensor.dtype:
-        _refuse(module, name, tensor.dtype, changed.dtype, model)
+        _refuse_dtype(module, name, tensor.dtype, changed.dtype, model)
     is_plain = type(tensor) is nn.Parameter and not tensor.is_meta
     if is_plain and not keeps_parameter(detached, changed):
         raise AmpatchError(
@@ -98,7 +98,7 @@ def _refuse_other_tensor(
         )
 
 
-def _refuse(
+def _refuse_dtype(
     module: nn.Module, name: str, dtype: torch.dtype, to: torch.dtype, model: nn.Module | None
 ) -> NoReturn:
     raise AmpatchError(

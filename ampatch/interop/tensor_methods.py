@@ -1,10 +1,10 @@
 """Saves and copies parameters instead of half copies, and notices writes through `.data`.
 
 * A state dict, copy or pickle may be made while a forward of an O2 model runs, in this thread (a
-  momentum encoder at its first forward) or in another thread.  It has the weights, not the half
-  copies in their slots.
-* A write through `tensor.data` does not bump the tensor's version.  So after an access to `.data` a
-  weight is cast again, and the values of a half copy are compared when its forward ends.
+  momentum encoder at its first forward) or in another thread.  The result has the weights, not the
+  half copies in their slots.
+* A write through `tensor.data` does not bump the tensor's version.  After an access to `.data`, a
+  weight is cast again, and the values of a half copy are compared when the forward ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def data_patches(listener: Callable[[Tensor], None]) -> list[Patch]:
 
 
 def copy_patches() -> list[Patch]:
-    """The patches of deep copies and pickles: a half copy is copied and pickled as its weight."""
+    """The patches of deep copies and pickles, which copy and pickle the weight of a half copy."""
 
     def deepcopy(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -69,14 +69,14 @@ def copy_patches() -> list[Patch]:
     return [(Tensor, "__deepcopy__", deepcopy), (Tensor, "__reduce_ex__", reduce)]
 
 
-def load_state_dict_patches(after: Callable[[nn.Module], None]) -> list[Patch]:
-    """The patch of `load_state_dict`: `after(module)` is called when a module has loaded one."""
+def load_state_dict_patches(on_load: Callable[[nn.Module], None]) -> list[Patch]:
+    """The patch of `load_state_dict`: `on_load(module)` is called when a module has loaded one."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             loaded = original(self, *args, **kwargs)
-            after(self)
+            on_load(self)
             return loaded
 
         return load_state_dict
@@ -85,7 +85,7 @@ def load_state_dict_patches(after: Callable[[nn.Module], None]) -> list[Patch]:
 
 
 def state_dict_patches() -> list[Patch]:
-    """The patch of `state_dict`: it has parameters, not half copies."""
+    """The patch of `state_dict`, which saves parameters instead of half copies."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)

@@ -1,7 +1,7 @@
 """O3, and O0 of half models: converts weights and buffers to another dtype, and back.
 
-The parameters stay the same objects, since optimizers, schedulers and scripts refer to them: only
-their `.data` changes.
+The parameters stay the same objects, because optimizers, schedulers and scripts refer to them.
+Only `.data` of a parameter changes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ConvertedWeights:
     ) -> None:
         """Convert a model's FP32 and half parameters in place to `dtype`.
 
-        In modules for which `stays_fp32(module)` is true, to FP32.  FP32 buffers are not converted,
-        except the statistics of a norm: its kernels need them in the dtype of its weights.  Tensors
-        shared between modules are converted once, and parameters that share their memory still
+        Modules for which `stays_fp32(module)` is true are converted to FP32.  FP32 buffers are not
+        converted, except the statistics of norms, whose kernels need the dtype of the weights.
+        Tensors shared between modules are converted once, and parameters that share memory still
         share it.  Tensors in `excluded` (ids) are not converted.
         """
         by_memory: dict[tuple, Tensor] = {}  # the converted data, by `_memory_key` and dtype

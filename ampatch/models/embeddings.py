@@ -1,6 +1,6 @@
-"""O2: an embedding's weight is cast to half only if other code than its own lookup reads it.
+"""O2: the weight of an embedding is cast to half only if code other than the lookup reads it.
 
-A lookup reads some vectors of the weight; a cast reads all vectors, in each forward.  So
+A lookup reads some vectors of the weight, but a cast would read all vectors in each forward.  So
 `nn.Embedding` and `nn.EmbeddingBag` look up in their FP32 weight, and return the result in half
 (`casting/special_ops`).  Other code that reads the weight while the model's forward runs, such as a
 product with it, gets a half copy, as for any other weight.
@@ -79,7 +79,7 @@ class EmbeddingParameters(dict):
         output = forward(_ModuleWithWeight(self.module, self.name, self.parameter), *args, **kwargs)
         return output.to(self.dtype) if type(output) is Tensor else cast_tensors(output, self.dtype)
 
-    def _with_copy(self) -> dict[str, Any]:
+    def _params_with_copy(self) -> dict[str, Any]:
         """`module_params`, with the half copy in it while the module's forward may read it."""
         if is_dynamo_compiling() or is_traced_or_transformed():
             # The cast becomes a node of the traced graph.
@@ -99,15 +99,15 @@ class EmbeddingParameters(dict):
         return self.module_params
 
     def __iter__(self) -> Iterator[str]:  # makes `dict(self)` read the values
-        return iter(self._with_copy())
+        return iter(self._params_with_copy())
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return dict, (dict(self._with_copy()),)
+        return dict, (dict(self._params_with_copy()),)
 
 
-def _delegating(name: str) -> Callable:
+def _delegating_method(name: str) -> Callable:
     def method(self: EmbeddingParameters, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._with_copy(), name)(*args, **kwargs)
+        return getattr(self._params_with_copy(), name)(*args, **kwargs)
 
     return method
 
@@ -116,7 +116,7 @@ for _name in (
     "__delitem__", "__eq__", "__getitem__", "__ior__", "__or__", "__ror__", "__setitem__",
     "clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
-    setattr(EmbeddingParameters, _name, _delegating(_name))
+    setattr(EmbeddingParameters, _name, _delegating_method(_name))
 
 
 class _ModuleWithWeight:

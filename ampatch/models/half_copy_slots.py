@@ -340,7 +340,7 @@ class CopyWriteBack:
         for parameter, copy, version in zip(parameters, copies, versions, strict=True):
             if copy._version != version:
                 self._copy_changes_to_parameter(copy, parameter)
-        for index in _changed(copies, values) if values else ():
+        for index in _changed_indices(copies, values) if values else ():
             self._copy_changes_to_parameter(copies[index], parameters[index])
 
     def _copy_changes_to_parameter(self, copy: Tensor, parameter: Tensor) -> None:
@@ -362,17 +362,17 @@ class CopyWriteBack:
             )
 
 
-def _changed(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
+def _changed_indices(copies: list[Tensor], values: dict[int, Tensor]) -> list[int]:
     """The indices of copies that differ from these values.  Synchronizes with the device once."""
     device = next(iter(values.values())).device
     flags = [
-        _differ(before, local_of(copies[index]).detach()).any().to(device)
+        _differs_elementwise(before, local_of(copies[index]).detach()).any().to(device)
         for index, before in values.items()
     ]
     return [index for index, flag in zip(values, torch.stack(flags).tolist()) if flag]
 
 
-def _differ(before: Tensor, now: Tensor) -> Tensor:
+def _differs_elementwise(before: Tensor, now: Tensor) -> Tensor:
     """Whether elements differ, elementwise; a NaN equals any NaN."""
     return (before != now) & ~(before.isnan() & now.isnan())
 

@@ -118,7 +118,7 @@ class Swap:
         self.may_hold_copies = False  # some slots may hold copies
         self.is_swapped_in = False  # all slots hold copies
         # The tensors that the slots held before, if not the parameters.
-        self._previous: list[Any] | None = None
+        self._previous_tensors: list[Any] | None = None
         # The cache of a `parametrize.cached()` block around the swap.
         self._outer_parametrize_cache: dict | None = None
         self._embeddings: list[EmbeddingParameters] = []
@@ -126,7 +126,7 @@ class Swap:
     def swap_in(self, slot_copies: SlotCopies, previous: list[Any] | None = None) -> None:
         """Put copies in the slots; `previous`: the tensors there, if not the parameters."""
         weight_slots = self.weight_slots
-        self._previous = previous
+        self._previous_tensors = previous
         self.may_hold_copies = True
         if weight_slots.embeddings:
             copy_of = dict(zip(map(id, slot_copies.parameters), slot_copies.copies))
@@ -163,7 +163,7 @@ class Swap:
 
     def swap_out(self) -> None:
         """Put the previous tensors back in the slots.  May be called again."""
-        swapper, slot_copies, previous = self.swapper, self.slot_copies, self._previous
+        swapper, slot_copies, previous = self.swapper, self.slot_copies, self._previous_tensors
         self.is_swapped_in = False
         try:
             if self.may_hold_copies and slot_copies is not None:
@@ -182,8 +182,8 @@ class Swap:
         finally:
             if self in swapper.swaps:
                 swapper.swaps.remove(self)
-            if not swapper.swaps and swapper.claim.get("thread") == get_ident():
-                swapper.claim.clear()
+            if not swapper.swaps and swapper.thread_claim.get("thread") == get_ident():
+                swapper.thread_claim.clear()
 
 
 class HalfCopySwapper:
@@ -219,7 +219,7 @@ class HalfCopySwapper:
         self.swaps: list[Swap] = []  # the running swaps, the innermost last
         # {"thread": ident of the thread that owns the slots}, or {} if no forward runs.  It is a
         # dict because `setdefault` is atomic.
-        self.claim: dict[str, int] = {}
+        self.thread_claim: dict[str, int] = {}
 
     def open(self) -> None:
         """Have the model's forwards compute with half copies of its FP32 weights, until `close`."""
@@ -307,7 +307,7 @@ class HalfCopySwapper:
         Raises `AmpatchError` while another thread runs a forward: both would use the same slots.
         """
         current = get_ident()
-        if self.claim.setdefault("thread", current) != current:
+        if self.thread_claim.setdefault("thread", current) != current:
             raise AmpatchError(self._two_threads_message())
         self.swaps.append(swap)
 
@@ -337,9 +337,9 @@ class TracedSlots:
 def _forget_other_threads() -> None:
     """Release claims of other threads in the child of a fork, where these threads do not exist."""
     for swapper in list(swappers.values()):
-        if swapper.claim.get("thread") not in (None, get_ident()):
+        if swapper.thread_claim.get("thread") not in (None, get_ident()):
             swapper.swap_out_all()
-            swapper.claim.clear()
+            swapper.thread_claim.clear()
 
 
 if hasattr(os, "register_at_fork"):

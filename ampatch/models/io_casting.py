@@ -67,7 +67,7 @@ class InputCaster:
         self._dtype = dtype
         self._is_half = dtype in HALF_DTYPES
         self._saturates = dtype is torch.float16
-        self._limit = 2 / torch.finfo(dtype).eps
+        self._integer_limit = 2 / torch.finfo(dtype).eps
         self._on_fp32_input = on_fp32_input
         self._fp32_positions: set[int] = set()
         self._seen_positions: set[int] = set()
@@ -77,7 +77,7 @@ class InputCaster:
         if casts is not None:
             casts.tensors, casts.containers = {}, []
         if casts is None or is_traced_or_transformed():  # Dynamo or another tracer traces the call
-            convert = self._saturated if self._saturates else caster(self._dtype)
+            convert = self._saturated_cast if self._saturates else caster(self._dtype)
             return map_tensors(args, convert), map_tensors(kwargs, convert)
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             return (self._cast_tensor(args[0], 0, casts),), kwargs
@@ -112,20 +112,20 @@ class InputCaster:
             if position in self._fp32_positions:
                 return tensor
             if _fitting_copy is not None and type(tensor) is Tensor:
-                cast = _fitting_copy(tensor, self._dtype, self._limit)
+                cast = _fitting_copy(tensor, self._dtype, self._integer_limit)
             if cast is None and not self._check_fits_half(tensor, position):
                 return tensor
         if cast is None:
-            # Clamp the first input too: a recompute casts the same input again, and then it counts
-            # as a later one.
+            # Clamp the first input too, because a recompute casts the same input again as a later
+            # one.
             saturates = self._saturates and not tensor.is_cpu and is_strided(tensor)
-            cast = self._saturated(tensor) if saturates else tensor.to(self._dtype)
+            cast = self._saturated_cast(tensor) if saturates else tensor.to(self._dtype)
         self._seen_positions.add(position)
         casts.tensors[id(tensor)] = (tensor, cast, cast.grad_fn)
         return cast
 
     def _check_fits_half(self, tensor: Tensor, position: int) -> bool:
-        """Whether the values fit, or are not checked.  If not: log, and record the position."""
+        """Whether the values fit, or are not checked.  Otherwise log, and record the position."""
         if not tensor.is_cpu and (
             position in self._seen_positions
             or not has_values(tensor.device)
@@ -142,7 +142,7 @@ class InputCaster:
             return True
         low: Any = smallest.tolist()
         high: Any = largest.tolist()
-        if -self._limit < low and high < self._limit:
+        if -self._integer_limit < low and high < self._integer_limit:
             return True
         if not half_cannot_hold(values, self._dtype):
             return True
@@ -159,7 +159,7 @@ class InputCaster:
         self._on_fp32_input()
         return False
 
-    def _saturated(self, tensor: Any) -> Any:
+    def _saturated_cast(self, tensor: Any) -> Any:
         """`tensor` in float16, with finite values clamped to the range of float16."""
         if not isinstance(tensor, Tensor) or tensor.dtype is not torch.float32:
             return caster(self._dtype)(tensor)

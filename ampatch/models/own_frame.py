@@ -40,7 +40,7 @@ from ..errors import AmpatchError
 from ..torch_private.modules import REPLICATE
 
 _FORWARD = "forward"
-_FRAMES = "_ampatch_frames"
+_FRAMES_ATTRIBUTE = "_ampatch_frames"
 """In `vars` of a module: its frames, the outermost last.  The list keeps them alive."""
 _MISSING = object()
 
@@ -48,10 +48,10 @@ _MISSING = object()
 class _Attributes(dict[str, Any]):
     """The `__dict__` of a module that has frames.
 
-    A lookup by name returns the frames; iteration and copies return the attributes of a plain
-    module.  So code that copies attributes makes plain modules: `clone.__dict__ =
-    module.__dict__.copy()` of MAML libraries, a `__deepcopy__` of a class.  A copied frame would
-    call the original module, and a deep copy of it would copy that module too.
+    A lookup by name returns the frames, but iteration and copies return the attributes of a plain
+    module.  So code that copies attributes makes plain modules, such as `clone.__dict__ =
+    module.__dict__.copy()` in MAML libraries, or the `__deepcopy__` of a class.  A copied frame
+    would call the original module, and a deep copy of a frame would copy that module too.
     """
 
     __slots__ = ()
@@ -59,9 +59,9 @@ class _Attributes(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         plain = dict(dict.items(self))
         forward = plain.get(_FORWARD, _MISSING)
-        for frame in reversed(plain.pop(_FRAMES, ())):
+        for frame in reversed(plain.pop(_FRAMES_ATTRIBUTE, ())):
             if forward is frame.method:
-                forward = frame.previous
+                forward = frame.previous_forward
         _set_forward(plain, forward)
         return plain
 
@@ -109,8 +109,8 @@ class OwnFrame:
     def __init__(self, module: nn.Module, scope: CallScope) -> None:
         self.module: nn.Module | None = module
         self.scope: CallScope | None = scope
-        self.previous: Any = _MISSING  # the instance's `forward` before this frame
-        self.inner: Callable | None = None  # the function that the frame calls: `_inner_forward`
+        self.previous_forward: Any = _MISSING  # the instance's `forward` before this frame
+        self.inner_forward: Callable | None = None  # the function that the frame calls
         self.method: Any = _MISSING  # the frame as a bound method, the instance's `forward`
         # The frames of copies of the module that `copy.copy` made.
         self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
@@ -119,12 +119,12 @@ class OwnFrame:
         """Set the module's `forward` to the frame, around the present `forward`."""
         module: Any = self.module
         attributes = _install_attributes(module)
-        frames = attributes[_FRAMES] = attributes.get(_FRAMES) or []
-        self.previous = attributes.get(_FORWARD, _MISSING)
-        if frames and frames[-1].method is self.previous:
-            self.inner = self.previous.__func__
+        frames = attributes[_FRAMES_ATTRIBUTE] = attributes.get(_FRAMES_ATTRIBUTE) or []
+        self.previous_forward = attributes.get(_FORWARD, _MISSING)
+        if frames and frames[-1].method is self.previous_forward:
+            self.inner_forward = self.previous_forward.__func__
         else:
-            self.inner = _inner_forward(module, self.previous)
+            self.inner_forward = _inner_forward(module, self.previous_forward)
         self.method = _frame_method(self, module)
         frames.append(self)  # before the next line: KeyboardInterrupt may be raised anywhere
         attributes[_FORWARD] = self.method
@@ -155,12 +155,12 @@ class OwnFrame:
         if (module := self.module) is None:
             return
         attributes = vars(module)
-        frames = attributes.get(_FRAMES)
+        frames = attributes.get(_FRAMES_ATTRIBUTE)
         # Also removes frames that were taken out while they were inside another frame.
         while frames and frames[-1].scope is None:
             last = frames[-1]
             if last.is_installed():
-                _set_forward(attributes, last.previous)
+                _set_forward(attributes, last.previous_forward)
             frames.pop()
             # Break the cycle module -> frame -> module, which would keep the weights alive.
             last.module = last.method = None
@@ -177,13 +177,13 @@ def _install_attributes(module: nn.Module) -> dict[str, Any]:
 
 def _frame_method(frame: OwnFrame, module: nn.Module) -> MethodType:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        scope, inner = frame.scope, frame.inner or type(self).forward
+        scope, inner = frame.scope, frame.inner_forward or type(self).forward
         if scope is None:  # the frame was taken out, but the script still has its method
             return inner(self, *args, **kwargs)
         if is_dynamo_compiling():
             return scope.run_traced(inner, self, args, kwargs)
         # `self` is a copy without frames: a library has copied and wrapped this forward.
-        if self.__dict__.get(_FRAMES) is None:
+        if self.__dict__.get(_FRAMES_ATTRIBUTE) is None:
             return inner(self, *args, **kwargs)
         call = Call()
         try:
@@ -272,7 +272,7 @@ class SubmoduleFrames:
             frame = OwnFrame(module, scope)
             self._frames.append(frame)
             frame.install()
-        plain = [frame for frame in self._frames if frame.previous is _MISSING]
+        plain = [frame for frame in self._frames if frame.previous_forward is _MISSING]
         self._attributes = [vars(frame.module) for frame in plain]
         self._methods = [frame.method for frame in plain]
 
@@ -282,7 +282,7 @@ class SubmoduleFrames:
         if len(self._attributes) < len(self._frames) or self._methods != present:
             for frame in self._frames:
                 if frame.is_installed():
-                    _set_forward(vars(frame.module), frame.previous)
+                    _set_forward(vars(frame.module), frame.previous_forward)
         else:
             deque(map(dict.pop, self._attributes, repeat(_FORWARD), repeat(None)), maxlen=0)
 
@@ -293,7 +293,7 @@ class SubmoduleFrames:
             return
         for frame in self._frames:
             attributes = vars(frame.module)
-            if attributes.get(_FORWARD, _MISSING) is frame.previous:
+            if attributes.get(_FORWARD, _MISSING) is frame.previous_forward:
                 attributes[_FORWARD] = frame.method
 
 
@@ -302,7 +302,7 @@ class SubmoduleFrames:
 
 def _installed_frame(module: nn.Module) -> OwnFrame | None:
     """The outermost frame of a module, or None if the module's `forward` is not that frame."""
-    frames = vars(module).get(_FRAMES)
+    frames = vars(module).get(_FRAMES_ATTRIBUTE)
     return frames[-1] if frames and frames[-1].is_installed() else None
 
 
@@ -319,7 +319,7 @@ def copy_patches() -> list[Patch]:
             if state and state[0] is not None:
                 copied.__setstate__(state[0])
             if _installed_frame(self) is not None and vars(copied) is not vars(self):
-                for frame in vars(self)[_FRAMES]:
+                for frame in vars(self)[_FRAMES_ATTRIBUTE]:
                     new_frame = OwnFrame(copied, frame.scope)
                     frame.frames_of_copies.add(new_frame)
                     new_frame.install()
@@ -333,7 +333,7 @@ def copy_patches() -> list[Patch]:
             replica: nn.Module = original(self)
             if (frame := _installed_frame(self)) is not None:
                 attributes = _install_attributes(replica)
-                attributes[_FRAMES] = vars(self)[_FRAMES]
+                attributes[_FRAMES_ATTRIBUTE] = vars(self)[_FRAMES_ATTRIBUTE]
                 # A bound method would make a reference cycle, which keeps the weights in memory.
                 forward, ref = frame.method.__func__, weakref.ref(replica)
                 attributes[_FORWARD] = lambda *args, **kwargs: forward(ref(), *args, **kwargs)
@@ -349,7 +349,7 @@ def copy_patches() -> list[Patch]:
 @contextlib.contextmanager
 def without_frames(root: nn.Module) -> Iterator[None]:
     """Context manager that takes the frames of `root` and its submodules out, for `jit.script`."""
-    framed = [vars(module) for module in root.modules() if vars(module).get(_FRAMES)]
+    framed = [vars(module) for module in root.modules() if vars(module).get(_FRAMES_ATTRIBUTE)]
     forwards = [attributes.get(_FORWARD, _MISSING) for attributes in framed]
     try:
         for attributes in framed:

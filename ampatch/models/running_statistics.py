@@ -1,12 +1,12 @@
 """Restores running statistics of batch norms that overflowed in a forward.
 
-An inf in a norm's input makes its running statistics inf or NaN for good: the skipped step does not
-change the weights, but every evaluation after it is NaN.  So after a skipped step, values that are
-inf or NaN are replaced by the values after the last step, or by values loaded since then.
-Statistics that are finite are kept, as torch.amp keeps them, and so is the count of batches.
+An inf in the input of a norm makes the running statistics inf or NaN for good.  The skipped step
+does not change the weights, but every later evaluation gives NaN.  So after a skipped step, values
+that are inf or NaN are replaced by the values after the last step, or by values loaded since then.
+Finite statistics and the count of batches are kept, as in torch.amp.
 
-The values are recorded after each step, not around the forward: submodules may be called by
-themselves, and compiled.
+The values are recorded after each step, not around the forward, because submodules may be called by
+themselves, and may be compiled.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class RunningStatistics:
 
     def __init__(self, norms: list[nn.Module]) -> None:
         self._norms = [weakref.ref(norm) for norm in norms]
-        self._record()
+        self._record_statistics()
 
     def on_load(self, root: nn.Module) -> None:
         """Record the statistics again, after values were loaded into `root`."""
         norms = [norm() for norm in self._norms]
         if any(module is norm for module in root.modules() for norm in norms):
-            self._record()
+            self._record_statistics()
 
-    def _record(self) -> None:
+    def _record_statistics(self) -> None:
         self._groups = self._group_buffers()
-        self._recorded = [_cat(buffers) for buffers in self._groups]
+        self._recorded_statistics = [_cat(buffers) for buffers in self._groups]
 
     def _group_buffers(self) -> list[list[Tensor]]:
         """The buffers, in one list per device and dtype."""
@@ -53,21 +53,21 @@ class RunningStatistics:
         return list(groups.values())
 
     def after_step(self, skipped: bool | Tensor) -> None:
-        """After a step, skipped or not: restore statistics if it was skipped, and record them.
+        """Restore the statistics if the step was skipped, and record them; called after each step.
 
         Does not synchronize, even if `skipped` is a tensor.
         """
         first = getattr(self._norms[0](), "running_mean", None)
         if type(first) is Tensor and first is not self._groups[0][0]:  # the model was moved
             self._groups = self._group_buffers()
-            if len(self._groups) != len(self._recorded):
-                self._record()
+            if len(self._groups) != len(self._recorded_statistics):
+                self._record_statistics()
         for index, buffers in enumerate(self._groups):
             now = _cat(buffers)
             is_finite = _logical_not(_sub(now, now))  # two kernels; isfinite has four
             # Instead of inf or NaN, the value that was recorded before.
-            finite = _where(is_finite, now, self._recorded[index].to(now))
-            self._recorded[index] = finite
+            finite = _where(is_finite, now, self._recorded_statistics[index].to(now))
+            self._recorded_statistics[index] = finite
             if skipped is False:
                 continue
             if isinstance(skipped, Tensor):

@@ -1,9 +1,9 @@
 """Submodules of a half model, called from outside its forward: `model.encoder(x)`.
 
 The inputs of the outermost submodule that is called are cast like the inputs of the model's own
-forward.  At O2 it returns FP32, the dtype of the weights that the script sees.  In a model with
-half weights it returns half, but in a framework's step the dtype of the model's outputs, because a
-loss follows.
+forward.  At O2 the submodule returns FP32, the dtype of the weights that the script sees.  In a
+model with half weights the submodule returns half, except in a framework's step: there it returns
+the dtype of the model's outputs, because a loss follows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .values import cast_tensors
 
 
 class ModelForSubmodules(Protocol):
-    """What `SubmoduleCalls` needs of the `ManagedModel`."""
+    """The part of `ManagedModel` that `SubmoduleCalls` uses."""
 
     model: nn.Module
     properties: Properties
@@ -67,10 +67,10 @@ class SubmoduleCalls:
         self.frames = SubmoduleFrames()
 
     def update_frames(self, swapped_ids: Collection[int]) -> None:
-        """Give frames to the submodules that compute in half; all other modules lose theirs.
+        """Give frames to the submodules that compute in half, and remove all other frames.
 
-        These have, at O2, a weight in `swapped_ids`, the ids of the weights that get half copies;
-        at O3, half weights.  Scripted submodules get no frame.
+        At O2 such a submodule has a weight in `swapped_ids`, the ids of the weights that get half
+        copies; at O3 it has half weights.  Scripted submodules get no frame.
         """
         modules: dict[nn.Module, str] = {}
         for name, module in self._managed.model.named_modules():

@@ -1,8 +1,8 @@
-"""Work that is put off until an optimizer's step.
+"""Work that is delayed until an optimizer's step.
 
 * Unscaling of gradients that `delay_unscale` left scaled.
-* Updates of loss scales, with `delay_overflow_check`, or with several processes: in DDP's `no_sync`
-  only one rank may see an inf; at the step all ranks have seen it.
+* Updates of loss scales, with `delay_overflow_check` or several processes.  In DDP's `no_sync` only
+  one rank may see an inf, but at the step all ranks have seen the inf.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .gradients import (
 )
 from .loss_scaler import DynamicScaler, Scaler
 from .process_group import trains_with_others
-from .scale_value import OverflowFlag, either
+from .scale_value import OverflowFlag, combine_flags
 from .unscaling import add_back
 
 
 class DelayedCheck(NamedTuple):
-    """A check that `delay_overflow_check` postponed to the step, and the member that it is of."""
+    """A check that `delay_overflow_check` postponed, and the member whose gradients it covers."""
 
     member: OptimizerGradients
     check: OverflowCheck
@@ -38,16 +38,16 @@ class DelayedCheck(NamedTuple):
 def leave_scaled(
     member: OptimizerGradients, block: OptimizerBlock, shared_scale: AppliedScale
 ) -> None:
-    """End a block with `delay_unscale`: saved gradients get its scale too, and all stay scaled."""
-    shared_scale.add_member(member, [grad for _, grad in block.saved])
-    add_back(block.saved)
+    """End a block with `delay_unscale`: scale the saved gradients too, and leave all scaled."""
+    shared_scale.add_member(member, [grad for _, grad in block.saved_grads])
+    add_back(block.saved_grads)
     member.block = None
 
 
 def unscale_if_scale_differs(member: OptimizerGradients, scaler: Scaler) -> None:
-    """Before a block of `scaler`: unscale gradients that still have another scale.
+    """Unscale gradients that still have another scale than `scaler`; called before a block.
 
-    First abandons a block that was interrupted.
+    A block that was interrupted is abandoned first.
     """
     member.abandon()
     applied = member.applied_scale
@@ -59,7 +59,8 @@ def unscale_if_scale_differs(member: OptimizerGradients, scaler: Scaler) -> None
 def unscale_delayed(member: OptimizerGradients) -> None:
     """Unscale gradients that `delay_unscale` left scaled, in all optimizers that share the scale.
 
-    The scaler counts one step.  In an open block it does nothing: the block unscales at its end.
+    The scaler counts one step.  In an open block the function does nothing, because the block
+    unscales at the end.
     """
     applied = member.applied_scale
     if applied is None or member.block is not None:
@@ -83,9 +84,9 @@ def unscale_delayed(member: OptimizerGradients) -> None:
 
 
 def unscale_before_clipping(member: OptimizerGradients, param_ids: set[int]) -> bool:
-    """Unscale the member's gradients if some of the parameters to be clipped (ids) are its own.
+    """Unscale the member's gradients if the member has some of the parameters to be clipped (ids).
 
-    Returns whether some are its own; False while a block of the optimizer is open.
+    Returns whether the member has some; False while a block of the optimizer is open.
     """
     if not any(id(param) in param_ids for param in member.parameters()):
         return False
@@ -110,10 +111,10 @@ def unscale_before_clipping(member: OptimizerGradients, param_ids: set[int]) -> 
 class PendingScaleUpdate:
     """An update of a scaler that waits for the step.
 
-    It runs before the first step of any of the members' optimizers, with the overflow flags that
+    The update runs before the first step of any member's optimizer, with the overflow flags that
     were collected until then.
 
-    `skips_together`: after an overflow in the gradients of one optimizer, all of them skip.
+    `skips_together`: if the gradients of one optimizer overflow, all these optimizers skip.
     """
 
     def __init__(self, scaler: DynamicScaler, skips_together: bool) -> None:
@@ -121,10 +122,10 @@ class PendingScaleUpdate:
         self._skips_together = skips_together
         self._members: list[OptimizerGradients] = []
         self._found_inf: OverflowFlag | None = None  # all flags in one; None: nothing was checked
-        self._delayed: list[DelayedCheck] | None = None
+        self._checks: list[DelayedCheck] | None = None
 
     def add_members(self, members: Sequence[OptimizerGradients]) -> None:
-        """Also update at a step of the optimizers of `members`."""
+        """Make a step of the optimizers of `members` run this update too."""
         for member in members:
             if member not in self._members:
                 self._members.append(member)
@@ -133,16 +134,18 @@ class PendingScaleUpdate:
     def add_flags(self, flags: list[OverflowFlag]) -> None:
         """Keep these flags for the update."""
         for flag in flags:
-            self._found_inf = flag if self._found_inf is None else either(self._found_inf, flag)
+            self._found_inf = (
+                flag if self._found_inf is None else combine_flags(self._found_inf, flag)
+            )
 
     def delay_checks(self, checks: list[DelayedCheck]) -> None:
         """Keep these checks until the step, which gives them to their members."""
-        self._delayed = [*(self._delayed or []), *checks]
+        self._checks = [*(self._checks or []), *checks]
 
     def forget_checks(self, member: OptimizerGradients) -> None:
         """Forget the delayed checks of a member whose gradients were zeroed."""
-        if self._delayed is not None:
-            self._delayed = [each for each in self._delayed if each.member is not member]
+        if self._checks is not None:
+            self._checks = [each for each in self._checks if each.member is not member]
 
     def recheck_gradients(self) -> None:
         """Check all gradients for overflow once more, before the first step."""
@@ -158,16 +161,16 @@ class PendingScaleUpdate:
         for member in self._members:
             member.pending_updates = [u for u in member.pending_updates if u is not self]
         self.scaler.update([] if self._found_inf is None else [self._found_inf])
-        self.scaler.was_updated_by_step = self._delayed is not None
+        self.scaler.was_updated_by_step = self._checks is not None
 
     def _hand_over_checks(self) -> None:
         """Give delayed checks to their members, so that an overflow skips their steps.
 
         After `drop_pending_updates` this is not called: the checks are dropped with the update.
         """
-        if self._delayed is not None:
-            checks = self._delayed
-            self._delayed = []
+        if self._checks is not None:
+            checks = self._checks
+            self._checks = []
             for member, check in checks:
                 member.keep_check(check)
 
@@ -212,8 +215,8 @@ def run_pending_updates(member: OptimizerGradients) -> None:
 def skip_together(members: Sequence[OptimizerGradients]) -> None:
     """If one optimizer of `members` has overflowed, have all of them skip their next step.
 
-    Called before the gradients are clipped by one norm: a norm of inf or NaN ruins finite gradients
-    too, and their optimizer would step.
+    Call it before gradients are clipped by a common norm, because a norm of inf or NaN also ruins
+    finite gradients, and their optimizer would step.
     """
     checks = [
         member.check
@@ -229,7 +232,7 @@ def _skip_all_if_any(
 ) -> None:
     """Keep one flag for all of `members`, which is set if one of `flags` is."""
     if flags:
-        found_inf = functools.reduce(either, flags)
+        found_inf = functools.reduce(combine_flags, flags)
         for member in members:
             member.keep_flag(found_inf, scaler)
 
@@ -237,8 +240,8 @@ def _skip_all_if_any(
 def drop_pending_updates(scaler: Scaler, members: Sequence[OptimizerGradients]) -> None:
     """Forget the updates of `scaler` that `delay_overflow_check` has left to the next step.
 
-    For a script that calls `update_scale()` and decides itself whether to step.  The step then
-    updates no scale; it is skipped only after an overflow in another block.
+    This serves a script that calls `update_scale()` and decides itself whether to step.  The step
+    then updates no scale, and is skipped only after an overflow in another block.
     """
     for member in members:
         member.pending_updates = [u for u in member.pending_updates if u.scaler is not scaler]

@@ -26,10 +26,11 @@
     any -> NOT_SCALED                 `on_zero_grad`, `on_zeroed_elsewhere`, outside of blocks;
                                       `drop_all`: unscaling was interrupted
 
-During a block, complete gradients of earlier blocks move from `.grad` to `OptimizerBlock.saved`, so
-that the new gradients can be unscaled by themselves.  With several ranks, they stay in `.grad`,
-multiplied by the scale of the new ones, because one all-reduce serves both.  Scaled earlier
-gradients stay in `.grad` too: in the block a script reduces, reads or clips the sum.
+During a block, `OptimizerBlock.saved_grads` holds the complete gradients of earlier blocks in place
+of `.grad`, so that the new gradients can be unscaled by themselves.  With several ranks, the
+earlier gradients stay in `.grad`, multiplied by the new scale, because one all-reduce serves both.
+Scaled earlier gradients stay in `.grad` too, because in a block the script reduces, reads or clips
+the sum.
 
 If optimizers of a block share a parameter, the first of the block's members that has it is the
 owner of its gradient: only the owner scales and unscales it.
@@ -48,12 +49,12 @@ from torch import Tensor
 from ..log import logger
 from .loss_scaler import Scaler
 from .process_group import flag_groups, share_flag, trains_with_others, world_size
-from .scale_value import OverflowFlag, either, is_set
+from .scale_value import OverflowFlag, combine_flags, is_set
 from .unscaling import add_back
 
 _grad_of = operator.attrgetter("grad")
 _has_graph = operator.attrgetter("requires_grad")
-_GRADIENTS_HAVE_GRAPH = (
+_GRAPH_MESSAGE = (
     "%s: gradients were made with backward(create_graph=True). ampatch unscales them, but their "
     "graph still contains the loss scale, so second derivatives through p.grad are multiplied by "
     "it. Use torch.autograd.grad(loss, parameters, create_graph=True) on the unscaled loss, or "
@@ -90,8 +91,8 @@ class OverflowCheck:
         is_all_reduced = self.is_all_reduced and earlier.is_all_reduced
         new = self.found_inf_since_step
         if new is not None and earlier.found_inf_since_step is not None:
-            new = either(earlier.found_inf_since_step, new)
-        found_inf = either(earlier.found_inf, self.found_inf)
+            new = combine_flags(earlier.found_inf_since_step, new)
+        found_inf = combine_flags(earlier.found_inf, self.found_inf)
         return OverflowCheck(found_inf, scaler, is_all_reduced, new, earlier.includes_used)
 
 
@@ -109,8 +110,8 @@ class OptimizerBlock:
 
     # By parameter id: the owner of its gradient; {} if the members share no parameter.
     owner_of: dict[int, OptimizerGradients]
-    saved: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
-    before: GradSnapshot | None = None  # the earlier gradients, if they stay in `.grad`
+    saved_grads: list[tuple[Tensor, Any]]  # parameters, and their earlier gradients
+    earlier_snapshot: GradSnapshot | None = None  # the earlier gradients, if they stay in `.grad`
 
 
 @dataclasses.dataclass(eq=False)
@@ -212,14 +213,14 @@ class OptimizerGradients:
         self.block_count += 1
         if stays and self.applied_scale is None:
             shared_scale.add_member(self, list(map(_grad_of, params)))
-        block.before = self.snapshot() if stays else None
+        block.earlier_snapshot = self.snapshot() if stays else None
         for param, _ in saved:
             param.grad = None
         return block
 
     def has_new_gradients(self) -> bool:
         """Whether the open block has made gradients, or has changed earlier ones."""
-        before = self.block and self.block.before
+        before = self.block and self.block.earlier_snapshot
         return self.has_changed_since(before) if before else self.has_gradients()
 
     def after_backward(
@@ -234,8 +235,8 @@ class OptimizerGradients:
         if check is not None and not is_delayed:
             self.keep_check(check)
         self.block = None
-        if block.saved:
-            add_back(block.saved)
+        if block.saved_grads:
+            add_back(block.saved_grads)
         return check
 
     def abandon(self) -> None:
@@ -253,7 +254,7 @@ class OptimizerGradients:
         else:
             for param in self._own_params(self.parameters(), block.owner_of):
                 param.grad = None
-            for param, grad in block.saved:
+            for param, grad in block.saved_grads:
                 param.grad = grad
         self.block = None
 
@@ -291,7 +292,7 @@ class OptimizerGradients:
             return None
         if True in map(_has_graph, grads) and not self._has_logged_graph:
             self._has_logged_graph = True
-            logger.warning(_GRADIENTS_HAVE_GRAPH, type(self.optimizer).__name__)
+            logger.warning(_GRAPH_MESSAGE, type(self.optimizer).__name__)
         found_inf = scaler.unscale_(grads, scale)
         if found_inf is None:
             return None
@@ -371,7 +372,7 @@ class OptimizerGradients:
         self._forget()
         if (block := self.block) is None:
             return
-        block.saved = []
+        block.saved_grads = []
         if block.owner_of:
             # Other optimizers of the block may have saved gradients of the same parameters.
             zeroed = set(map(id, self.parameters()))
@@ -381,8 +382,10 @@ class OptimizerGradients:
     def on_zeroed_elsewhere(self, zeroed: set[int]) -> None:
         """Drop saved gradients of these parameters (ids); if none is left, forget the overflow."""
         if (block := self.block) is not None:
-            block.saved = [(param, grad) for param, grad in block.saved if id(param) not in zeroed]
-            if block.saved:
+            block.saved_grads = [
+                (param, grad) for param, grad in block.saved_grads if id(param) not in zeroed
+            ]
+            if block.saved_grads:
                 return
         if all(param.grad is None or id(param) in zeroed for param in self.parameters()):
             self.scaled_by_other_block = False

@@ -1,8 +1,9 @@
 """The loss scale: static, or dynamic.
 
-A static scale is a number; at 1 there is nothing to do.  A dynamic scale is a 0-dim tensor on the
-device of the losses; its rule is in `scale_value`.  Gradients are unscaled by a snapshot of the
-scale that their loss was multiplied by: another block or `set` may have changed the scale since.
+A static scale is a number; a scale of 1 changes nothing.  A dynamic scale is a 0-dim tensor on the
+device of the losses; `scale_value` has the rule of its changes.  Gradients are unscaled by a
+snapshot of the scale that multiplied the loss, because another block or `set` may have changed the
+scale since then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..config.validation import positive_number, whole_number
 from ..errors import type_name
 from ..log import logger
 from ..torch_private.devices import can_read_without_sync
-from .scale_value import OverflowFlag, either, is_set, next_scale, update_
+from .scale_value import OverflowFlag, combine_flags, is_set, next_scale, update_
 from .unscaling import multiply_, unscale_
 
 
@@ -125,11 +126,11 @@ class StaticScaler:
 class DynamicScaler:
     """A loss scale that grows while no gradient overflows and backs off when one does.
 
-    It starts as apex's and torch.amp's do: from 2**16, doubled after 2000 clean steps, halved on
-    overflow; and stays within `min_loss_scale` and `max_loss_scale`.
+    The defaults are those of apex and torch.amp: the scale starts at 2**16, is doubled after 2000
+    clean steps, and is halved on overflow.  It stays within `min_loss_scale` and `max_loss_scale`.
 
     The scale (FP32) and the growth tracker (int32: clean steps) are 0-dim tensors on the device of
-    the losses.  They stay the same tensors, because CUDA graphs may hold them.  Only `get`,
+    the losses.  Updates write into these tensors, because CUDA graphs may hold them.  Only `get`,
     `has_overflow`, `state_dict`, a new `growth_interval` and a move to another device synchronize.
     """
 
@@ -140,7 +141,7 @@ class DynamicScaler:
         self.settings = ScaleSettings(**settings)
         self.generation = 0  # raised by each call that may change the scale
         self._make_tensors(torch.device("cpu"), self.settings.bounded(self.settings.init_scale), 0)
-        self._changed: dict[str, Any] = {}  # settings that were changed since the constructor
+        self._changed_settings: dict[str, Any] = {}  # since the constructor
         self._flags: list[OverflowFlag] = []  # for `has_overflow`
         self._has_updated = False  # `update` was called since the last `unscale_`
         # A step has run the update that `delay_overflow_check` postponed, so the script's own
@@ -153,7 +154,7 @@ class DynamicScaler:
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.tensor(tracker, dtype=torch.int32, device=device)
 
-    def _read(self) -> tuple[float, int]:
+    def _read_tensors(self) -> tuple[float, int]:
         """The scale and the growth tracker.  Synchronizes with the device."""
         return self._scale.item(), int(self._growth_tracker.item())
 
@@ -163,7 +164,7 @@ class DynamicScaler:
         The scaler moves to the device of the loss; a move synchronizes.
         """
         if self._device != loss.device:
-            self._make_tensors(loss.device, *self._read())
+            self._make_tensors(loss.device, *self._read_tensors())
         factor = self._scale.clone()
         return (loss if loss.dtype is torch.float32 else loss.float()) * factor, factor
 
@@ -192,8 +193,8 @@ class DynamicScaler:
     def has_overflow(self) -> bool:
         """Whether gradients that were unscaled since the last `update` have overflowed.
 
-        Right after an `update` it covers the gradients that were unscaled before it.  Synchronizes
-        with the device.
+        Right after an `update`, the result covers the gradients that were unscaled before this
+        update.  Synchronizes with the device.
         """
         return any(map(is_set, self._flags))
 
@@ -207,7 +208,7 @@ class DynamicScaler:
         self._has_updated = True
         if not flags:
             return
-        found_inf = functools.reduce(either, flags)
+        found_inf = functools.reduce(combine_flags, flags)
         if self._is_on_host:  # arithmetic on numbers is faster than operators
             before = self._scale.tolist()
             tracker = self._growth_tracker.tolist()
@@ -215,10 +216,10 @@ class DynamicScaler:
             self._growth_tracker.fill_(tracker)
             if scale != before:
                 self._scale.fill_(scale)
-                self._clamp()
+                self._clamp_scale()
         else:
             update_(self._scale, self._growth_tracker, found_inf, self.settings)
-            self._clamp()
+            self._clamp_scale()
         self.generation += 1
 
     def get(self) -> float:
@@ -227,27 +228,27 @@ class DynamicScaler:
 
     def set(self, value: float) -> None:
         """Set the scale, within `min_loss_scale` and `max_loss_scale`."""
-        self._fill(value, None)
+        self._fill_tensors(value, None)
 
-    def change(self, what: str, changes: Mapping[str, Any]) -> None:
+    def change_settings(self, what: str, changes: Mapping[str, Any]) -> None:
         """Change settings; a new `init_scale` also resets the scale.
 
         Raises `TypeError` or `ValueError`, beginning with `what`, and changes nothing.
         """
         self.settings = self.settings.with_changes(what, changes)
-        self._changed.update(changes)
+        self._changed_settings.update(changes)
         if "init_scale" in changes:
-            self._fill(self.settings.init_scale, 0)
+            self._fill_tensors(self.settings.init_scale, 0)
         elif "growth_interval" in changes:
-            self._fill(*self._read())
+            self._fill_tensors(*self._read_tensors())
         else:
-            self._clamp()
+            self._clamp_scale()
             self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The state in apex's format, and changed settings.  Synchronizes with the device."""
-        scale, tracker = self._read()
-        return {"loss_scale": scale, "unskipped": tracker, **self._changed}
+        scale, tracker = self._read_tensors()
+        return {"loss_scale": scale, "unskipped": tracker, **self._changed_settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load scale, growth tracker and settings from a `state_dict`, also from apex's.
@@ -265,19 +266,19 @@ class DynamicScaler:
             return
         loaded = {name: entry[name] for name in SCALE_SETTING_NAMES if name in entry}
         self.settings = self.settings.with_changes("loss scaler", loaded)
-        self._changed.update(loaded)
-        self._fill(entry["loss_scale"], entry["unskipped"])
+        self._changed_settings.update(loaded)
+        self._fill_tensors(entry["loss_scale"], entry["unskipped"])
 
-    def _fill(self, scale: float, tracker: int | None) -> None:
+    def _fill_tensors(self, scale: float, tracker: int | None) -> None:
         """Set the scale and the growth tracker, within their limits."""
         self._scale.fill_(self.settings.bounded(scale))
         if tracker is not None:
             # torch's kernel never grows the scale from a tracker of `growth_interval` or above.
             self._growth_tracker.fill_(min(tracker, self.settings.growth_interval - 1, 2**31 - 1))
-        self._clamp()
+        self._clamp_scale()
         self.generation += 1
 
-    def _clamp(self) -> None:
+    def _clamp_scale(self) -> None:
         """Bring the scale within `min_loss_scale` and `max_loss_scale`."""
         self._scale.clamp_(self.settings.min_loss_scale, self.settings.max_loss_scale)
 

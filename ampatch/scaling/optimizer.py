@@ -39,7 +39,7 @@ returns the state in torch's layout, and parameters with the FP32 values that we
 
 
 class SessionForOptimizer(Protocol):
-    """What a managed optimizer needs of its session."""
+    """The part of a session that a managed optimizer uses."""
 
     process_group: Any
     observers: Any  # the observers of steps; `observers.registered` is empty if there are none
@@ -78,11 +78,11 @@ class ManagedOptimizer:
         self.replaced_state: ReplacedValues = []  # put back if `initialize` fails
         self.is_evaluating = False  # `step(closure)` is running
         # Whether the last step was skipped.  A tensor is read late, because reading synchronizes.
-        self.skipped: bool | Tensor = False
+        self.last_step_skipped: bool | Tensor = False
         self._is_zero_redundancy = is_zero_redundancy(optimizer)
         self._methods = ReplacedMethods(optimizer)
         # `first_step` and `second_step` of SAM.
-        self._sam = TwoSteps(self) if has_two_steps(optimizer) else None
+        self._two_steps = TwoSteps(self) if has_two_steps(optimizer) else None
 
     # Replaced methods
 
@@ -102,10 +102,10 @@ class ManagedOptimizer:
             "zero_grad": self._zero_grad,
             "load_state_dict": self._load_state_dict,
         }
-        if self._sam is not None:
+        if self._two_steps is not None:
             replacements |= {
-                "first_step": self._sam.first,
-                "second_step": self._sam.second,
+                "first_step": self._two_steps.first_step,
+                "second_step": self._two_steps.second_step,
             }
         for name, replacement in replacements.items():
             if hasattr(self.optimizer, name):
@@ -129,7 +129,7 @@ class ManagedOptimizer:
             script_closures, new_args, new_kwargs = closures.wrap_closures(
                 args, kwargs, self._wrap_closure
             )
-            if script_closures and closures.evaluates_first(self.optimizer):
+            if script_closures and closures.evaluates_closure_first(self.optimizer):
                 with torch.enable_grad():
                     loss = script_closures[0]()
                 self._step(original, (), {})
@@ -143,7 +143,7 @@ class ManagedOptimizer:
 
     def _step_with_closures(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         if self.session.checks_for_overflow():
-            closures.refuse(self.optimizer)
+            closures.refuse_closure(self.optimizer)
         self.before_step()
         self.is_evaluating = True
         try:
@@ -226,7 +226,7 @@ class ManagedOptimizer:
 
     def record_step(self, skipped: bool | Tensor) -> None:
         """Record whether this step is skipped."""
-        self.skipped = skipped
+        self.last_step_skipped = skipped
         self.counter.record(skipped)
         if skipped is True:
             # Otherwise LR schedulers would warn that `optimizer.step()` was not called.

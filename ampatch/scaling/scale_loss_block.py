@@ -31,24 +31,24 @@ _CORRECT_CALL = (
     "'with ampatch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()', not "
     "loss.backward()."
 )
-_NOT_OF_SCALED_LOSS = (
+_NOT_OF_SCALED_LOSS_MESSAGE = (
     "ampatch.scale_loss(loss, %s): the block has new gradients that do not come from the scaled "
     "loss. Divided by the loss scale they would be far too small. Write " + _CORRECT_CALL + " Add "
     "another loss to this one first, or give it a block of its own."
 )
-_ONE_BLOCK = (
+_REMEDY = (
     "For a loss of several optimizers write one block: 'with ampatch.scale_loss(loss, "
     "[first, second]) as scaled_loss: scaled_loss.backward()'."
 )
-_OTHER_SCALE = (
+_OTHER_SCALE_MESSAGE = (
     "ampatch.scale_loss(loss, %s): the block has new gradients of another block's scaled loss, "
-    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _ONE_BLOCK
+    "whose loss scale is %g. This block would divide them by its own scale, %g. " + _REMEDY
 )
-_SCALED_TWICE = (
+_SCALED_TWICE_MESSAGE = (
     "ampatch.scale_loss(loss, %s): the loss is the scaled loss of an outer block, so its gradients "
-    "are scaled twice. " + _ONE_BLOCK
+    "are scaled twice. " + _REMEDY
 )
-_NO_BACKWARD = (
+_NO_BACKWARD_MESSAGE = (
     "ampatch.scale_loss(loss, %s): the block ended without a backward pass of the scaled loss, so "
     "there are no new gradients. Write " + _CORRECT_CALL
 )
@@ -138,9 +138,9 @@ class ScaleLossBlock:
         self._members: list[OptimizerGradients] = []
         for optimizer in optimizers:
             self._members.append(optimizer.gradients)
-        self._others: Sequence[tuple[OptimizerGradients, GradSnapshot | None]] = ()
+        self._other_optimizers: Sequence[tuple[OptimizerGradients, GradSnapshot | None]] = ()
         if others and not scaler.is_one:
-            self._others = [
+            self._other_optimizers = [
                 (other.gradients, other.gradients.before_other_block()) for other in others
             ]
         self._scaler = scaler
@@ -196,10 +196,10 @@ class ScaleLossBlock:
         finally:
             self.scaled_loss = None
             _thread_blocks.blocks = [block for block in _thread_blocks.blocks if block is not self]
-            for member, before in self._others:
+            for member, before in self._other_optimizers:
                 member.after_other_block(before)
         if is_refused:
-            raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
+            raise AmpatchError(_NOT_OF_SCALED_LOSS_MESSAGE % self._names())
 
     __getattr__ = refuse_attribute
 
@@ -236,17 +236,17 @@ class ScaleLossBlock:
         """
         own_scale, scales = float(self.scale), [float(other.scale) for other in reached_blocks]
         if not scales and own_scale != 1.0:
-            raise AmpatchError(_NOT_OF_SCALED_LOSS % self._names())
+            raise AmpatchError(_NOT_OF_SCALED_LOSS_MESSAGE % self._names())
         for scale in scales:
             if scale != own_scale:
-                raise AmpatchError(_OTHER_SCALE % (self._names(), scale, own_scale))
+                raise AmpatchError(_OTHER_SCALE_MESSAGE % (self._names(), scale, own_scale))
         if self._pass_counter is not None:
             self._pass_counter.count += 1  # the pass had the right scale
 
     def refuse_second_scaling(self, other_blocks: list[ScaleLossBlock]) -> None:
         """Raise `AmpatchError` if a pass from this scaled loss was scaled by `other_blocks` too."""
         if any(float(other.scale) != 1.0 for other in other_blocks):
-            raise AmpatchError(_SCALED_TWICE % self._names())
+            raise AmpatchError(_SCALED_TWICE_MESSAGE % self._names())
 
     def _abandon(self) -> None:
         for member in self._members:
@@ -263,7 +263,7 @@ class ScaleLossBlock:
             return float(self.scale) != 1.0
         if torch.is_grad_enabled() and not self._members[0].has_logged_no_backward:
             self._members[0].has_logged_no_backward = True
-            logger.warning(_NO_BACKWARD, self._names())
+            logger.warning(_NO_BACKWARD_MESSAGE, self._names())
         return False
 
     def _names(self) -> str:

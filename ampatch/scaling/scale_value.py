@@ -1,7 +1,7 @@
 """How a dynamic loss scale and its growth tracker change with a step; overflow flags.
 
-An overflow flag, `found_inf`, is a 0-dim FP32 tensor, not 0 after an overflow, or a `bool` if the
-host knows it.
+An overflow flag, `found_inf`, is a `bool` if the host knows the result, else a 0-dim FP32 tensor
+that is not 0 after an overflow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def update_(
         update_scale_(scale, tracker, found_inf, *factors, settings.growth_interval)
 
 
-def either(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
+def combine_flags(first: OverflowFlag, second: OverflowFlag) -> OverflowFlag:
     """A flag that is set if `first` or `second` is set."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second.to(first.device))

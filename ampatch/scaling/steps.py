@@ -1,7 +1,7 @@
 """The steps that an optimizer took and skipped: their counts, and messages about them.
 
-For most optimizers the host decides whether to step.  The kernels of fused optimizers decide on the
-device.  Their steps are counted there, and counting them does not synchronize.
+For most optimizers, the host decides whether to step.  For fused optimizers, the kernels decide on
+the device, and the steps are counted there without a host sync.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .unscaling import real_values
 
 _MAX_NAMES_SHOWN = 5  # the maximum number of parameters that a message names
 _MANY_SKIPS = 10  # from this number of skips in a row on, only each doubling is logged
-_LEFT_OVER = (
+_LEFT_OVER_MESSAGE = (
     "gradients of an earlier overflow are still in p.grad; call optimizer.zero_grad() after each "
     "step, also after a skipped one"
 )
@@ -39,44 +39,44 @@ class StepCounter:
     """Counts the steps of one optimizer, on the host until `record` gets a tensor."""
 
     def __init__(self) -> None:
-        self._taken = self._skipped = self._in_a_row = 0  # the counts on the host
+        self._num_taken = self._num_skipped = self._num_in_a_row = 0  # the counts on the host
         # The counts on a device: all steps, skipped steps, steps skipped in a row.
-        self._on_device: Tensor | None = None
-        self._elements: list[Tensor] = []  # the three counts of `_on_device`, as 0-dim tensors
-        self._copy: AsyncCopy | None = None
-        self._since_copy = 0  # the number of steps since the last copy
-        self._reported = 0  # the number of skipped steps that `take_unreported` has returned
+        self._device_counts: Tensor | None = None
+        self._device_elements: list[Tensor] = []  # the same counts, as three 0-dim tensors
+        self._host_copy: AsyncCopy | None = None
+        self._steps_since_copy = 0  # the number of steps since the last copy
+        self._reported_skips = 0  # the number of skipped steps that `take_unreported` has returned
 
     def record(self, skipped: bool | Tensor) -> None:
         """Count a step, without a host sync.  `skipped` may be a 0-dim tensor, 1 if skipped."""
         if isinstance(skipped, Tensor):
             self._record_on_device(skipped)
-        elif self._on_device is not None:
-            self._record_on_device(torch.full_like(self._elements[0], float(skipped)))
+        elif self._device_counts is not None:
+            self._record_on_device(torch.full_like(self._device_elements[0], float(skipped)))
         elif skipped:
-            self._skipped += 1
-            self._in_a_row += 1
+            self._num_skipped += 1
+            self._num_in_a_row += 1
         else:
-            self._taken += 1
-            self._in_a_row = 0
+            self._num_taken += 1
+            self._num_in_a_row = 0
 
     def _record_on_device(self, skipped: Tensor) -> None:
-        if self._on_device is None:
-            self._on_device = skipped.new_empty(3)
-            self._elements = list(self._on_device.unbind())
-            counts = (self._taken + self._skipped, self._skipped, self._in_a_row)
-            for element, count in zip(self._elements, counts, strict=True):
+        if self._device_counts is None:
+            self._device_counts = skipped.new_empty(3)
+            self._device_elements = list(self._device_counts.unbind())
+            counts = (self._num_taken + self._num_skipped, self._num_skipped, self._num_in_a_row)
+            for element, count in zip(self._device_elements, counts, strict=True):
                 element.fill_(float(count))
-        steps, skips, in_a_row = self._elements
+        steps, skips, in_a_row = self._device_elements
         skipped = skipped.to(steps.device)
         foreach.add_([steps, skips], [torch.ones_like(skipped), skipped])
         torch.addcmul(skipped, in_a_row, skipped, out=in_a_row)  # in_a_row + 1, or 0
 
     def read(self) -> StepCounts:
-        """The counts.  Synchronizes with the device if they are there."""
-        if self._on_device is None:
-            return StepCounts(self._taken, self._skipped, self._in_a_row)
-        return _counts(self._on_device.tolist())
+        """The counts.  Synchronizes with the device if the counts are on a device."""
+        if self._device_counts is None:
+            return StepCounts(self._num_taken, self._num_skipped, self._num_in_a_row)
+        return _counts(self._device_counts.tolist())
 
     def take_unreported(self, max_consecutive_skips: int) -> tuple[StepCounts, int] | None:
         """The counts, and how many steps were skipped since the last call.
@@ -84,28 +84,28 @@ class StepCounter:
         Returns None if no step was skipped, or if the counts are not on the host yet: counts on a
         device are copied every `max_consecutive_skips // 4` steps, and read when they have arrived.
         """
-        if self._on_device is None and self._skipped == self._reported:
+        if self._device_counts is None and self._num_skipped == self._reported_skips:
             return None
-        if self._on_device is None:
+        if self._device_counts is None:
             counts: StepCounts | None = self.read()
         else:
-            counts = self._read_copy(self._on_device, max_consecutive_skips // 4)
-        if counts is None or counts.skipped == self._reported:
+            counts = self._read_copy(self._device_counts, max_consecutive_skips // 4)
+        if counts is None or counts.skipped == self._reported_skips:
             return None
-        new = counts.skipped - self._reported
-        self._reported = counts.skipped
+        new = counts.skipped - self._reported_skips
+        self._reported_skips = counts.skipped
         return counts, new
 
     def _read_copy(self, on_device: Tensor, interval: int) -> StepCounts | None:
-        self._since_copy += 1
+        self._steps_since_copy += 1
         if is_stream_capturing(on_device):
             return None
-        if self._copy is None and self._since_copy >= interval:
-            self._copy = AsyncCopy(on_device)
-            self._since_copy = 0
-        if self._copy is None or (values := self._copy.value()) is None:
+        if self._host_copy is None and self._steps_since_copy >= interval:
+            self._host_copy = AsyncCopy(on_device)
+            self._steps_since_copy = 0
+        if self._host_copy is None or (values := self._host_copy.value()) is None:
             return None
-        self._copy = None
+        self._host_copy = None
         return _counts(values)
 
 
@@ -115,7 +115,7 @@ def _counts(values: list[float]) -> StepCounts:
 
 
 class SessionForReports(Protocol):
-    """What the messages about steps need of the session."""
+    """The part of a session that the messages about steps use."""
 
     max_consecutive_skips: int  # this number of skips in a row is logged as an error
     last_loss: Callable[[], Tensor | None]  # returns the loss of the last block if it still exists
@@ -166,8 +166,8 @@ class StepReports:
         """Log that `new` more steps were skipped; from ten in a row on, only at each doubling.
 
         Logging the error about `max_consecutive_skips` skips in a row synchronizes with the device.
-        So does reading a loss on an accelerator, which therefore happens only after ten skips in a
-        row, when training has stalled anyway.
+        Reading a loss on an accelerator synchronizes too, so a loss is read there only after ten
+        skips in a row, when training has stalled anyway.
         """
         streak = counts.skipped_in_a_row
         is_left_over = streak > 1 and self._gradients.overflow_is_left_over()
@@ -185,7 +185,7 @@ class StepReports:
                 steps,
                 counts.skipped,
                 counts.taken + counts.skipped,
-                f": {_LEFT_OVER}" if is_left_over else "",
+                f": {_LEFT_OVER_MESSAGE}" if is_left_over else "",
             )
         loss = None if self._has_warned_of_loss else session.last_loss()
         if loss is not None and (loss.is_cpu or streak >= _MANY_SKIPS) and _is_not_finite(loss):
@@ -201,7 +201,7 @@ class StepReports:
                 "%s. First such gradients: %s.",
                 streak,
                 self._name,
-                _LEFT_OVER,
+                _LEFT_OVER_MESSAGE,
                 self._nonfinite_grads(session.parameter_names()),
             )
         elif streak >= session.max_consecutive_skips > streak - new:
@@ -230,7 +230,8 @@ class StepReports:
     def _warn_without_block(self) -> None:
         """Warn once about a step without `scale_loss` under a dynamic scale.
 
-        Not after a step at learning rate 0: libraries take such a step to create optimizer states.
+        A step at learning rate 0 gets no warning, because libraries use such a step to create
+        optimizer states.
         """
         groups = self._optimizer.param_groups
         if not self._gradients.has_gradients() or all(group.get("lr") == 0 for group in groups):

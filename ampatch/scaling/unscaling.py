@@ -18,8 +18,8 @@ from ..torch_private.dtensors import are_laid_out_alike, local_of
 from .scale_value import OverflowFlag
 
 _dtype, _is_cpu, _is_sparse = map(operator.attrgetter, ("dtype", "is_cpu", "is_sparse"))
-_HALF = frozenset(HALF_DTYPES)
-_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_HALF_DTYPES = frozenset(HALF_DTYPES)
+_COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _unscale = None if part is None else part.unscale
 _reciprocal = torch.ops.aten.reciprocal.default
 """Not `torch.reciprocal`, which is patched: cast reports count its calls as calls of the script."""
@@ -54,7 +54,7 @@ def multiply_(grads: list[Tensor], factor: Any) -> None:
     for device, group in _kernel_groups(grads):
         if isinstance(factor, Tensor):
             foreach.mul_(group, factor.to(device))
-        elif can_read_without_sync(device) and not _HALF.isdisjoint(map(_dtype, group)):
+        elif can_read_without_sync(device) and not _HALF_DTYPES.isdisjoint(map(_dtype, group)):
             foreach.mul_(group, torch.tensor(factor, dtype=torch.float64, device=device))
         else:
             foreach.mul_(group, factor)
@@ -84,7 +84,7 @@ def _kernel_groups(grads: list[Tensor]) -> list[tuple[torch.device, list[Tensor]
         set(map(type, grads)) == {Tensor}
         and (len(grads) == 1 or all(map(_is_cpu, grads)))
         and not any(map(_is_sparse, grads))
-        and _COMPLEX.isdisjoint(map(_dtype, grads))
+        and _COMPLEX_DTYPES.isdisjoint(map(_dtype, grads))
     ):  # the usual case, without a Python loop
         return [(grads[0].device, grads)]
     groups: dict[tuple[torch.device, type], list[Tensor]] = {}

@@ -26,7 +26,7 @@ from ..models.values import map_tensors, tensors_within
 from ..scaling import delayed
 from ..scaling.loss_scaler import Scaler, make_scaler
 from ..scaling.optimizer import ManagedOptimizer, checkpoint_readers
-from ..scaling.optimizers.closures import evaluates_first
+from ..scaling.optimizers.closures import evaluates_closure_first
 from ..scaling.scaler_entries import load_entries
 from .session import Session, registry
 
@@ -39,7 +39,7 @@ __all__ = [
     "checkpoint_readers",
     "drop_pending_updates",
     "edit_tables",
-    "evaluates_first",
+    "evaluates_closure_first",
     "ignore_region",
     "in_framework_step",
     "listed_function",

@@ -394,10 +394,10 @@ class Session:
         for ref in list(self.model_entries.values()):
             model = ref()
             if model is not None and model.running_statistics is not None:
-                model.running_statistics.after_step(managed.skipped)
+                model.running_statistics.after_step(managed.last_step_skipped)
         managed.reports.after_step(self)
         if self.observers.registered:
-            self.observers.notify("on_step", managed.optimizer, managed.skipped)
+            self.observers.notify("on_step", managed.optimizer, managed.last_step_skipped)
 
     # After a failed `take_over`
 

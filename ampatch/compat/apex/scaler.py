@@ -26,7 +26,7 @@ def _setting(name: str, default: Any, convert: Callable) -> Any:
     def set_value(scaler: LossScaler, value: Any) -> None:
         if scaler.dynamic:
             value = getattr(ScaleSettings, name) if value is None else convert(value)
-            scaler._scaler.change("loss scaler", {name: value})
+            scaler._scaler.change_settings("loss scaler", {name: value})
 
     return property(lambda scaler: getattr(scaler._scaler.settings, name, default), set_value)
 

@@ -104,7 +104,7 @@ class AmpatchPrecision(Plugin, *(package.trainer.plugins.Precision for package i
         closure itself.  So do optimizers that are not torch's, if the loss scale is static.
         """
         optimizer_calls_closure = isinstance(optimizer, LBFGS) or not (
-            facade.evaluates_first(optimizer) or self._ampatch.checks_for_overflow()
+            facade.evaluates_closure_first(optimizer) or self._ampatch.checks_for_overflow()
         )
         if optimizer_calls_closure:
             return self._precision_class.optimizer_step(self, optimizer, model, closure, **kwargs)

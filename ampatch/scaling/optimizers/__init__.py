@@ -1,10 +1,11 @@
-"""Special cases of optimizers, a file for each; `scaling/optimizer.py` calls them.
+"""Special cases of optimizers, each in its own file; `scaling/optimizer.py` calls them.
 
 Where to look first:
 
-* kinds of optimizers: `fused` (their kernels skip a step), `sam` (a step is two calls),
-  `zero_redundancy`; who calls a closure: `closures`;
-* the state of parameters, cast to another dtype: `state`; replaced methods: `wrappers`.
+* kinds of optimizers: `fused` (the kernel skips a step), `sam` (a step consists of two calls),
+  `zero_redundancy`;
+* `step(closure)`: `closures`; casts of the state of parameters: `state`; replaced methods of an
+  optimizer: `wrappers`.
 
 `ampatch/compat/apex/optimizers/` has apex's own classes, such as `FusedAdam`.
 """

@@ -1,9 +1,10 @@
 """`optimizer.step(closure)`: the closure computes the loss and its gradients.
 
-torch's own optimizers except LBFGS evaluate the closure once, before they change a weight, as if
-the script called the closure and then `step()`.  Other optimizers may call it several times, and
-after they have changed weights.  They could not undo these changes after an overflow.  So ampatch
-refuses them under a dynamic loss scale, as apex and `torch.amp.GradScaler` do.
+torch's own optimizers, except LBFGS, evaluate the closure once, before they change a weight.  The
+result is the same as if the script called the closure and then `step()`.  Other optimizers may call
+the closure several times, also after they have changed weights, and cannot undo these changes if a
+later call overflows.  Under a dynamic loss scale, ampatch therefore refuses them, as apex and
+`torch.amp.GradScaler` do.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import torch
 
 from ...errors import AmpatchError
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def wrap_closures(
     args: tuple, kwargs: dict, around: Callable[[Callable], Callable]
 ) -> tuple[list[Callable], tuple, dict]:
-    """The closures among the arguments of `step`; the arguments with `around(closure)` for each.
+    """Return the closures among the arguments of `step`, and the arguments with wrapped closures.
 
-    Closures are: a callable first argument, a callable named `closure`, and every function, also in
-    a dict of options.
+    Each closure is replaced with `around(closure)`.  A closure is a callable that is the first
+    argument or is named `closure`, or any function, also inside a dict of options.
     """
     closures: list[Callable] = []
 
     def wrap(value: Any, is_closure: bool) -> Any:
-        if isinstance(value, _FUNCTIONS) or (is_closure and callable(value)):
+        if isinstance(value, _FUNCTION_TYPES) or (is_closure and callable(value)):
             closures.append(value)
             return around(value)
         if type(value) is dict:
@@ -43,14 +44,14 @@ def wrap_closures(
     return closures, new_args, new_kwargs
 
 
-def evaluates_first(optimizer: Any) -> bool:
-    """Whether the optimizer is torch's, and evaluates a closure once, before the step."""
+def evaluates_closure_first(optimizer: Any) -> bool:
+    """Whether this is a torch optimizer that evaluates a closure once, before it steps."""
     module = getattr(type(optimizer).step, "__module__", None) or ""
     return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def refuse(optimizer: Any) -> NoReturn:
-    """Raise `AmpatchError`: this optimizer cannot undo a step after an overflow in a closure."""
+def refuse_closure(optimizer: Any) -> NoReturn:
+    """Raise `AmpatchError`, because the optimizer cannot undo a step if a closure overflows."""
     raise AmpatchError(
         f"{type(optimizer).__name__}.step(closure) under a dynamic loss scale: the optimizer calls "
         "the closure itself, so a step that overflows could not be skipped. Nothing was changed. "

@@ -1,4 +1,4 @@
-"""Fused optimizers: their kernels skip a step after an overflow, without a host sync."""
+"""Fused optimizers, whose kernels skip a step after an overflow without a host sync."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...torch_private import optimizers
 
 
 def prepare_skip_in_kernel(optimizer: Any) -> bool:
-    """Whether the kernels of all groups of the optimizer read `optimizer.found_inf`.
+    """Return whether the kernels of all parameter groups read `optimizer.found_inf`.
 
-    A group with `fused=False` in a fused optimizer would step on inf.  Fills the momentum buffers
-    of fused SGD.
+    In a fused optimizer, a group with `fused=False` would step with gradients of inf.  The function
+    also creates the momentum buffers of fused SGD that are missing.
     """
     return (
         optimizers.skips_in_kernel(optimizer)
@@ -23,10 +23,10 @@ def prepare_skip_in_kernel(optimizer: Any) -> bool:
 
 
 def _fill_momentum(optimizer: Any) -> bool:
-    """Fill missing momentum buffers of fused SGD with zeros; False if it has dampening.
+    """Create missing momentum buffers of fused SGD as zeros; False if SGD has dampening.
 
-    If the first step is skipped, fused SGD leaves a buffer uninitialized (torch 2.13).  Without
-    dampening a buffer of zeros gives the same step as no buffer.
+    If the first step is skipped, fused SGD leaves the buffer uninitialized (torch 2.13).  Without
+    dampening, a buffer of zeros gives the same step as no buffer.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

@@ -1,4 +1,4 @@
-"""The state of an optimizer and of optimizers inside it (LARC, SAM, Lookahead)."""
+"""The state of an optimizer, and of the optimizers that it wraps (LARC, SAM, Lookahead)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def states_of(optimizer: Any) -> list[Any]:
-    """`optimizer.state`, and the states of optimizers in its attributes, also in lists there."""
+    """`optimizer.state`, and the states of optimizers in the attributes of `optimizer`.
+
+    An attribute may also be a list, tuple or dict of optimizers.
+    """
     optimizers = [optimizer]
     states = {}
     for member in optimizers:  # the list grows in this loop
@@ -35,22 +38,23 @@ def _items(value: Any) -> list[Any]:
 
 
 ReplacedValues = list[tuple[Any, Any, Any]]
-"""For each replaced value: its container, its key, and the value before."""
+"""For each replaced value: the container, the key, and the former value."""
 
 
 def match_state_dtypes(
     optimizer: Any, changed: Collection[int], replaced: ReplacedValues | None = None
 ) -> None:
-    """Cast the state of parameters whose dtype has changed (`changed`: their ids) to that dtype.
+    """Cast the state of parameters whose dtype has changed to the new dtype.
 
-    `replaced` gets the earlier values, for `restore_state`.
+    `changed` has the ids of these parameters.  The former values are appended to `replaced`, so
+    that `restore_state` can put them back.
     """
     replaced_values: ReplacedValues = [] if replaced is None else replaced
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for state in states_of(optimizer) if changed else ():
         for param in params:
             if id(param) in changed and param in state:
-                _fit(state, param, param.dtype, replaced_values)
+                _cast_state(state, param, param.dtype, replaced_values)
 
 
 def restore_state(replaced: ReplacedValues) -> None:
@@ -61,16 +65,16 @@ def restore_state(replaced: ReplacedValues) -> None:
         replaced.pop()
 
 
-def _fit(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
-    """Cast `container[key]`, a parameter's state or an item of it, except the item "step"."""
+def _cast_state(container: Any, key: Any, dtype: torch.dtype, replaced: ReplacedValues) -> None:
+    """Cast `container[key]`, the state of a parameter or an item of that state, except "step"."""
     value = container[key]
     if isinstance(value, dict):
         for name in value:
             if name != "step":
-                _fit(value, name, dtype, replaced)
+                _cast_state(value, name, dtype, replaced)
     elif isinstance(value, list):  # LBFGS
         for index in range(len(value)):
-            _fit(value, index, dtype, replaced)
+            _cast_state(value, index, dtype, replaced)
     elif isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not dtype:
         replaced.append((container, key, value))
         container[key] = value.to(dtype)

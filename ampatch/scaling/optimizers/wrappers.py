@@ -1,4 +1,4 @@
-"""Replaces methods of one optimizer, restores them, and replaces them again without nesting."""
+"""Replaces and restores methods of an optimizer; repeated replacement does not nest wrappers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOLDER = "_ampatch_holder"  # functools.wraps copies this attribute to wrappers
 
 
 class _ReplacementHolder:
-    """Holds the replacement of a method.  If it is None, the original is called."""
+    """Holds the replacement of a method.  If `replacement` is None, the original is called."""
 
     __slots__ = ("optimizer", "replacement")
 
@@ -25,9 +25,9 @@ class ReplacedMethods:
     """Shadows methods of an optimizer with bound methods in its `__dict__`.
 
     LR schedulers rebind `step.__func__`, so the shadow must be a bound method of the optimizer.  If
-    a scheduler has wrapped the shadow, `restore` leaves the wrapper, and the shadow inside calls
-    the original method.  The next `replace` reuses the holder of this shadow, so that wrappers do
-    not nest deeper each time.
+    a scheduler has wrapped the shadow, `restore` keeps the scheduler's wrapper, and the shadow
+    inside it calls the original method.  The next `replace` reuses the holder of this shadow, so
+    that wrappers do not nest deeper with each `replace`.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -37,7 +37,7 @@ class ReplacedMethods:
         self._shadows: dict[str, tuple[bool, Any, Any]] = {}
 
     def replace(self, name: str, replacement: Replacement) -> None:
-        """Have `replacement(original, args, kwargs)` called for the method `name`."""
+        """Make calls of the method `name` call `replacement(original, args, kwargs)`."""
         attributes = vars(self._optimizer)
         original = getattr(self._optimizer, name)
         holder = getattr(original, _HOLDER, None)
@@ -48,14 +48,14 @@ class ReplacedMethods:
             class_method = (
                 None if name in attributes else getattr(type(self._optimizer), name, None)
             )
-            function = _shadow(holder, name, original, class_method)
+            function = _make_shadow(holder, name, original, class_method)
             method = types.MethodType(function, self._optimizer)
             self._shadows[name] = (name in attributes, attributes.get(name), method)
             attributes[name] = method
         self._holders.append(holder)
 
     def restore(self) -> None:
-        """Give the optimizer its own methods back, except those that other code has wrapped."""
+        """Restore the optimizer's own methods, except methods that other code has wrapped."""
         for holder in self._holders:
             holder.replacement = None
         attributes = vars(self._optimizer)
@@ -70,25 +70,25 @@ class ReplacedMethods:
         self._shadows.clear()
 
 
-def _shadow(
+def _make_shadow(
     holder: _ReplacementHolder, name: str, original: Callable, class_method: Any
 ) -> Callable:
-    """A method that calls the replacement in `holder`; `original` is the method that it shadows.
+    """Make a method that shadows `original` and calls the replacement in `holder`.
 
     `class_method` is the method of the class, or None.  If other code replaces the method of the
-    class later, the new method is called, as without a shadow.  On a copy of the optimizer, the
-    shadow calls the method of the copy's class.
+    class later, the shadow calls the new method, as the optimizer without a shadow would.  On a
+    copy of the optimizer, the shadow calls the method of the copy's class.
     """
 
     @functools.wraps(getattr(original, "__func__", original))
     def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if optimizer is not holder.optimizer:
-            return _bound(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
+            return _bind_method(getattr(type(optimizer), name), optimizer)(*args, **kwargs)
         shadowed = original
         if class_method is not None:
             present = getattr(type(optimizer), name, class_method)
             if present is not class_method:
-                shadowed = _bound(present, optimizer)
+                shadowed = _bind_method(present, optimizer)
         if holder.replacement is None:
             return shadowed(*args, **kwargs)
         return holder.replacement(shadowed, args, kwargs)
@@ -97,7 +97,7 @@ def _shadow(
     return method
 
 
-def _bound(value: Any, optimizer: Any) -> Callable:
+def _bind_method(value: Any, optimizer: Any) -> Callable:
     """An attribute of the class, bound to `optimizer` as `getattr(optimizer, ...)` binds it."""
     bind = getattr(type(value), "__get__", None)
     return value if bind is None else bind(value, optimizer, type(optimizer))

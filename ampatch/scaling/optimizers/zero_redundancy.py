@@ -1,9 +1,8 @@
-"""`ZeroRedundancyOptimizer`: refused in `Join`; its buckets are rebuilt after casts.
+"""`ZeroRedundancyOptimizer`: `Join` is refused, and buckets are rebuilt after casts.
 
-Each rank updates its own shard of the weights, and then torch's own code sends it to the other
-ranks.  If only one rank skipped a step, the other ranks would wait forever.
-DistributedDataParallel averages gradients, so an inf of one rank reaches all ranks; but in `Join`
-some have no gradients.
+Each rank updates one shard of the weights, and then torch sends the shard to the other ranks.  If
+only one rank skipped a step, the other ranks would wait forever.  DistributedDataParallel averages
+gradients, so an inf on one rank reaches all ranks.  But in `Join` some ranks have no gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ...torch_private import optimizers
 
 
 def refuse_join(optimizer: Any) -> None:
-    """Raise `AmpatchError` inside `Join`: a rank without data does not see an overflow."""
+    """Raise `AmpatchError` inside `Join`, because a rank without data does not see an overflow."""
     if optimizers.is_in_join(optimizer):
         raise AmpatchError(
             "ZeroRedundancyOptimizer.step() in Join([...]) under a dynamic loss scale: a rank "
@@ -25,9 +24,9 @@ def refuse_join(optimizer: Any) -> None:
 
 
 def rebuild_buckets(optimizer: Any) -> None:
-    """Rebuild the optimizer's buckets, as its parameters may have new memory.
+    """Rebuild the optimizer's buckets, because the parameters may have new memory.
 
-    Raises `AmpatchError` if buckets cannot hold them.
+    Raises `AmpatchError` if the parameters have several dtypes, since a bucket holds one dtype.
     """
     if not (
         optimizers.is_zero_redundancy(optimizer)
