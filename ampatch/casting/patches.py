@@ -33,7 +33,7 @@ _INHERITED = object()
 _NO_ORIGINAL: Any = object()
 
 
-class _Patched(NamedTuple):
+class _PatchedAttribute(NamedTuple):
     owner: Any
     name: str
     previous: Any
@@ -44,7 +44,7 @@ class PatchSet:
     """A stack of replaced attributes and of other actions to undo."""
 
     def __init__(self) -> None:
-        self._entries: list[_Patched | Callable[[], None]] = []
+        self._entries: list[_PatchedAttribute | Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,7 +65,7 @@ class PatchSet:
         replacement = make(original)
         # Recorded before the patch and dropped after `undo`: KeyboardInterrupt may be raised
         # anywhere.
-        self._entries.append(_Patched(owner, name, previous, replacement))
+        self._entries.append(_PatchedAttribute(owner, name, previous, replacement))
         setattr(owner, name, replacement)
         return original
 
@@ -91,14 +91,14 @@ class PatchSet:
         while self._entries:
             entry = self._entries[-1]
             try:
-                _restore(entry) if isinstance(entry, _Patched) else entry()
+                _restore(entry) if isinstance(entry, _PatchedAttribute) else entry()
             except Exception:  # not tried again, unlike after KeyboardInterrupt
                 self._entries.pop()
                 raise
             self._entries.pop()
 
 
-def _restore(entry: _Patched) -> None:
+def _restore(entry: _PatchedAttribute) -> None:
     owner, name, previous, replacement = entry
     current = vars(owner).get(name, _INHERITED)
     if current is previous:
