@@ -22,9 +22,9 @@ it?*  Only the switch and the queries look at the frame.  Three other ways were 
 * The same values for all callers.  Then `autocast.__enter__`, checkpoints and Dynamo restore
   ampatch's values as torch's state, and transformer layers and CUDA graphs do not take their fast
   paths.
-* A flag that is set while such code of torch's runs.  A module's forward queries the state in its
-  middle, where no flag can be set, and such code runs the user's code too.
-* A list of the functions that save the state.  It gets longer with each version of torch.
+* A flag that is set while torch's own code runs.  A module's forward queries the state in the
+  middle, where no flag can be set, and torch's code also runs the user's code.
+* A list of the functions that save the state.  The list gets longer with each version of torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of the forward.  Code that calls modules again in the backward pass (reversible 
 solvers) computes with these copies, and may ask for their gradients.  The context drops the copies
 when autograd frees the graph's buffers.
 
-*Activation checkpoints*: the recompute casts as the forward did.  The functions that
+*Activation checkpoints*: the recompute casts like the forward.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
 `checkpoint` in a `partial`, and Dynamo knows it by its identity.
 

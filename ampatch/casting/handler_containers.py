@@ -38,9 +38,9 @@ class HandlerContainers:
     def add_replacement(self, original: Callable, patched: Callable, holder: Any) -> bool:
         """Add the replacement to the containers of a handler.
 
-        Returns whether the handler must be called with the original: it knows only the original,
-        from an object that cannot be extended.  `holder`: the TorchFunctionMode or the tensor whose
-        handler it is.
+        Returns whether the handler must be called with the original, because the handler knows only
+        the original, from an object that cannot be extended.  `holder` is the
+        TorchFunctionMode or the tensor to which the handler belongs.
         """
         if type(holder).__module__ == NESTED_TENSORS:
             return _names_builtin({C_NN_NAME, original.__name__}, original)

@@ -2,13 +2,13 @@
 
 A `PatchSet` replaces attributes of modules and classes and records the previous values, so that
 `undo` restores every owner.  It knows nothing of tensors and dtypes: `install.py` decides what to
-replace, `wrapper.py` has what a replacement does.
+replace, and `wrapper.py` defines what a replacement does.
 
 Three rules keep `undo` exact:
 
-* It runs newest first, so a name replaced twice gets its first original.
-* An inherited name is deleted, not set: of the 696 callables on `torch.Tensor` only 64 are its own,
-  and an attribute with the inherited value would hide later changes of the base class.
+* `undo` runs newest first, so a name replaced twice gets its first original.
+* An inherited name is deleted, not set.  `torch.Tensor` inherits 632 of its 696 callables, and
+  an attribute with the inherited value would hide later changes of the base class.
 * An attribute that other code has replaced since then is left alone.  If that code restores the
   replacement later, as a mock does at its end, the replacement stays.  Without a policy, it calls
   the original.

@@ -1,8 +1,8 @@
-"""The rules: the dtype that each chooses for a call, and how values are cast.
+"""The rules: the dtype that each rule chooses for a call, and how values are cast.
 
-Never cast: float64, complex, integer and bool tensors, and tensors on devices that the policy
-does not cover.  Tensors in lists, tuples and namedtuples are cast, in new containers: the caller's
-containers are unchanged.
+Float64, complex, integer and bool tensors, and tensors on devices that the policy does not cover,
+are never cast.  Tensors in lists, tuples and namedtuples are cast into new containers, and the
+caller's containers are unchanged.
 """
 
 from __future__ import annotations

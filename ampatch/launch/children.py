@@ -24,7 +24,7 @@ _IN_CHILD_FILE = str(Path(__file__).with_name("in_child.py"))
 
 
 class _ChildSetUp:
-    """Runs `in_child.py` when unpickled, by its path: the child may not find ampatch yet."""
+    """Runs `in_child.py` by path when unpickled, because the child may not find ampatch yet."""
 
     def __init__(self, is_auto: bool) -> None:
         self._globals = {
