@@ -43,8 +43,8 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def moment(device: torch.device) -> Any:
-    """Record a moment for `seconds_between`, by an event in the device's current stream.
+def record_time(device: torch.device) -> Any:
+    """Record the time for `seconds_between`, by an event in the device's current stream.
 
     Does not synchronize with the device.  If the device has no timed events, synchronizes and
     returns the host's clock.
@@ -58,7 +58,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds_between(moments: Sequence[Any]) -> list[float]:
-    """The seconds from each moment to the next.  Synchronizes with the last moment."""
+    """The seconds from each recorded time to the next.  Synchronizes with the last one."""
     if not moments or isinstance(moments[-1], float):
         return [later - earlier for earlier, later in itertools.pairwise(moments)]
     moments[-1].synchronize()
@@ -187,7 +187,7 @@ def replay_random_numbers() -> Callable[[], AbstractContextManager[None]]:
     saved = [get() for get, _ in generators]
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
+    def replayed() -> Iterator[None]:
         now = [get() for get, _ in generators]
         for (_, put), state in zip(generators, saved):
             put(state)
@@ -197,7 +197,7 @@ def replay_random_numbers() -> Callable[[], AbstractContextManager[None]]:
             for (_, put), state in zip(generators, now):
                 put(state)
 
-    return again
+    return replayed
 
 
 def seeding_functions() -> dict[str, tuple[str, ...]]:

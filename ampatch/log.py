@@ -16,7 +16,7 @@ import torch.distributed
 
 _MAX_REPEATS = 3  # so many times the same message is logged
 
-ONCE = {"ampatch_once": True}
+LOG_ONCE = {"ampatch_once": True}
 """The `extra` of a message that is logged once per process, even if several sessions open."""
 
 
@@ -35,7 +35,7 @@ class _RepeatFilter(logging.Filter):
         if self.verbosity == 0 or _rank() != 0:
             return False
         if (
-            logger.level == _SHOWN_FROM
+            logger.level == _DEFAULT_LEVEL
             and record.levelno < logging.root.level
             and _has_own_handler()
         ):
@@ -60,7 +60,7 @@ class _StderrHandler(logging.Handler):
                 self.handleError(record)
 
 
-_SHOWN_FROM = logging.INFO - 1
+_DEFAULT_LEVEL = logging.INFO - 1
 """The level that `show_without_handlers` sets.  Not INFO, which the program may have set."""
 
 logger = logging.getLogger("ampatch")
@@ -83,10 +83,10 @@ def show_without_handlers(is_on: bool) -> None:
     if is_on and not shows_without_handlers():
         logger.addHandler(_stderr_handler)
         if logger.level == logging.NOTSET:
-            logger.setLevel(_SHOWN_FROM)
+            logger.setLevel(_DEFAULT_LEVEL)
     elif not is_on:
         logger.removeHandler(_stderr_handler)
-        if logger.level == _SHOWN_FROM:
+        if logger.level == _DEFAULT_LEVEL:
             logger.setLevel(logging.NOTSET)
 
 

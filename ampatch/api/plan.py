@@ -12,7 +12,7 @@ from typing import Any
 from ..config import environment
 from ..config.opt_levels import Properties, properties_for
 from ..config.overrides import Overrides, parse
-from ..log import ONCE, logger
+from ..log import LOG_ONCE, logger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def make_plan(settings: dict[str, Any]) -> Plan:
     """
     replacing = environment.read()
     for message in environment.misspelt_messages():
-        logger.warning(message, extra=ONCE)
+        logger.warning(message, extra=LOG_ONCE)
     arguments = environment.replaced_arguments(settings, replacing)
     overrides = active_overrides = parse(arguments.pop("overrides"))
     properties = properties_for(**arguments)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config.validation import positive_number, whole_number
 from ..errors import AmpatchError, type_name
-from ..log import ONCE, logger
+from ..log import LOG_ONCE, logger
 from ..scaling.loss_scaler import DynamicScaler, Scaler
 from ..scaling.optimizer import ManagedOptimizer
 from ..scaling.scale_loss_block import PlainBlock
@@ -204,7 +204,7 @@ def _scalers_by_name(of: Any, user_call: str) -> dict[str, Scaler]:
             "%s: it covers only the newest session that has an optimizer; other sessions have "
             "their own loss scales. Call it for their models too: ampatch.state_dict(of=model).",
             user_call,
-            extra=ONCE,
+            extra=LOG_ONCE,
         )
     return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.scalers)}
 

@@ -22,17 +22,17 @@ it?*  Only the switch and the queries look at the frame.  Three other ways were 
 * The same values for all callers.  Then `autocast.__enter__`, checkpoints and Dynamo restore
   ampatch's values as torch's state, and transformer layers and CUDA graphs do not take their fast
   paths.
-* A flag that is set while such code of torch's runs.  A module's forward queries the state in its
-  middle, where no flag can be set, and such code runs the user's code too.
-* A list of the functions that save the state.  It gets longer with each version of torch.
+* A flag that is set while torch's own code runs.  A module's forward queries the state in the
+  middle, where no flag can be set, and torch's code also runs the user's code.
+* A list of the functions that save the state.  The list gets longer with each version of torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
@@ -41,8 +41,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..log import logger
 from ..torch_private.autocast import (
-    ASK_TO_CAST,
-    AUTOCAST,
+    AUTOCAST_MODULE,
+    CASTING_MODULES,
     is_torch_autocast_enabled,
     set_torch_autocast_enabled,
 )
@@ -52,7 +52,7 @@ from .calls import BACKWARD, REGION, CastState, thread_calls
 from .patches import MakeReplacement
 from .policy import Policy
 
-_IGNORED = "_ampatch_ignored"
+_IGNORED_ATTRIBUTE = "_ampatch_ignored"
 """Attribute of a region that changes no casts of ampatch: see `ignore_region`."""
 
 
@@ -65,20 +65,20 @@ class AutocastInterop:
     def regions(self) -> list[tuple[str, str, MakeReplacement]]:
         """`(where, name, make)` for enter and exit of regions."""
         return [
-            (AUTOCAST + ".autocast", "__enter__", self._enter),
-            (AUTOCAST + ".autocast", "__exit__", self._exit),
+            (AUTOCAST_MODULE + ".autocast", "__enter__", self._make_enter),
+            (AUTOCAST_MODULE + ".autocast", "__exit__", self._make_exit),
         ]
 
     def state_functions(self) -> list[tuple[str, str, MakeReplacement]]:
         """`(where, name, make)` for the functions that set the state or query it."""
         return [
-            ("torch", "set_autocast_enabled", lambda original: self._set(original, "cuda")),
-            ("torch", "set_autocast_cpu_enabled", lambda original: self._set(original, "cpu")),
-            ("torch", "is_autocast_enabled", lambda original: self._enabled(original, "cuda")),
-            ("torch", "is_autocast_cpu_enabled", lambda original: self._enabled(original, "cpu")),
-            ("torch", "get_autocast_dtype", lambda original: self._dtype(original, "cuda")),
-            ("torch", "get_autocast_cpu_dtype", lambda original: self._dtype(original, "cpu")),
-            ("torch", "get_autocast_gpu_dtype", lambda original: self._dtype(original, "cuda")),
+            ("torch", "set_autocast_enabled", partial(self._make_set_enabled, default="cuda")),
+            ("torch", "set_autocast_cpu_enabled", partial(self._make_set_enabled, default="cpu")),
+            ("torch", "is_autocast_enabled", partial(self._make_is_enabled, default="cuda")),
+            ("torch", "is_autocast_cpu_enabled", partial(self._make_is_enabled, default="cpu")),
+            ("torch", "get_autocast_dtype", partial(self._make_get_dtype, default="cuda")),
+            ("torch", "get_autocast_cpu_dtype", partial(self._make_get_dtype, default="cpu")),
+            ("torch", "get_autocast_gpu_dtype", partial(self._make_get_dtype, default="cuda")),
         ]
 
     def exit_regions(self) -> None:
@@ -89,9 +89,9 @@ class AutocastInterop:
 
     # Regions
 
-    def _enter(self, original: Callable) -> Callable:
+    def _make_enter(self, original: Callable) -> Callable:
         def enter(region: Any) -> Any:
-            if hasattr(region, _IGNORED) or is_inside_compiler():
+            if hasattr(region, _IGNORED_ATTRIBUTE) or is_inside_compiler():
                 return original(region)
             was_enabled = is_torch_autocast_enabled(region.device)
             entered = None
@@ -107,7 +107,7 @@ class AutocastInterop:
 
         return enter
 
-    def _exit(self, original: Callable) -> Callable:
+    def _make_exit(self, original: Callable) -> Callable:
         def exit(region: Any, *exception: Any) -> Any:
             try:
                 if thread_calls.stack:
@@ -144,10 +144,10 @@ class AutocastInterop:
 
     # The switch
 
-    def _set(self, original: Callable, default: str) -> Callable:
+    def _make_set_enabled(self, original: Callable, default: str) -> Callable:
         def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            if is_dynamo_compiling() or _is_of_torch(_module(sys._getframe(1))):
+            if is_dynamo_compiling() or _is_of_torch(_module_name(sys._getframe(1))):
                 return
             device = _device_of(args, kwargs, default)
             if self._state.current_policy_for_device(device) is not None:
@@ -163,7 +163,7 @@ class AutocastInterop:
 
     # Queries
 
-    def _enabled(self, original: Callable, default: str) -> Callable:
+    def _make_is_enabled(self, original: Callable, default: str) -> Callable:
         def is_autocast_enabled(*args: Any, **kwargs: Any) -> bool:
             if original(*args, **kwargs):
                 return True
@@ -174,7 +174,7 @@ class AutocastInterop:
 
         return is_autocast_enabled
 
-    def _dtype(self, original: Callable, default: str) -> Callable:
+    def _make_get_dtype(self, original: Callable, default: str) -> Callable:
         def get_autocast_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
             caller = None if is_dynamo_compiling() else sys._getframe(1)
             if caller is not None and _wants_torchs_state(caller):
@@ -198,30 +198,30 @@ class AutocastInterop:
         policy = self._state.current_policy_for_device(device)
         if policy is None or policy.condition is None:
             return policy
-        return policy if caller is not None and _module(caller) == AUTOCAST else None
+        return policy if caller is not None and _module_name(caller) == AUTOCAST_MODULE else None
 
 
 def ignore_region(region: Any) -> None:
     """Have a region of torch.autocast leave ampatch's casts unchanged when it is entered."""
-    setattr(region, _IGNORED, True)
+    setattr(region, _IGNORED_ATTRIBUTE, True)
 
 
-def _module(frame: FrameType) -> Any:
+def _module_name(frame: FrameType) -> Any:
     """The name of the module of the frame's code."""
     return frame.f_globals.get("__name__")
 
 
-@functools.lru_cache(maxsize=1024)  # a hit is one C call
+@lru_cache(maxsize=1024)  # a hit is one C call
 def _is_of_torch(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == "torch"
 
 
 def _wants_torchs_state(frame: FrameType) -> bool:
     """Whether the Python frame is of torch's own code, which needs torch's own state."""
-    module = _module(frame)
-    if not _is_of_torch(module) or module in ASK_TO_CAST:
+    module = _module_name(frame)
+    if not _is_of_torch(module) or module in CASTING_MODULES:
         return False
-    return module != AUTOCAST or isinstance(frame.f_locals.get("self"), torch.autocast)
+    return module != AUTOCAST_MODULE or isinstance(frame.f_locals.get("self"), torch.autocast)
 
 
 def _device_of(args: tuple, kwargs: dict, default: str) -> str:

@@ -7,7 +7,7 @@ of the forward.  Code that calls modules again in the backward pass (reversible 
 solvers) computes with these copies, and may ask for their gradients.  The context drops the copies
 when autograd frees the graph's buffers.
 
-*Activation checkpoints*: the recompute casts as the forward did.  The functions that
+*Activation checkpoints*: the recompute casts like the forward.  The functions that
 `checkpoint` calls are replaced, not `checkpoint` itself: `checkpoint_wrapper` and transformers hold
 `checkpoint` in a `partial`, and Dynamo knows it by its identity.
 
@@ -29,7 +29,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..torch_private.autocast import devices_with_torch_autocast, has_custom_fwd
-from ..torch_private.checkpoints import CONTEXTS, index_of_contexts, non_reentrant_name
+from ..torch_private.checkpoints import CONTEXT_FN, index_of_context_fn, non_reentrant_name
 from ..torch_private.probes import keeps_graph
 from .calls import (
     BACKWARD,
@@ -43,9 +43,9 @@ from .calls import (
 )
 from .patches import Patch
 
-_POLICY = "_ampatch_policy"
-_SWAPS = "_ampatch_swaps"
-_TORCH_CASTS_TOO = "_ampatch_torch_casts_too"
+_POLICY_ATTRIBUTE = "_ampatch_policy"
+_SWAPS_ATTRIBUTE = "_ampatch_swaps"
+_TORCH_CASTS_ATTRIBUTE = "_ampatch_torch_casts_too"
 """Set if torch's autocast was enabled too: then `custom_bwd` restores torch's casts."""
 _NOT_SAVED = object()
 _NO_SWAPS_OR_DTYPE: tuple[Sequence[Any], Any] = (), INHERIT
@@ -54,11 +54,11 @@ _NO_SWAPS_OR_DTYPE: tuple[Sequence[Any], Any] = (), INHERIT
 def function_patches(state: CastState) -> list[Patch]:
     """The patches for custom autograd Functions."""
     return [
-        (BackwardCFunction, "__init__", lambda original: _init_saving_policy(original, state)),
+        (BackwardCFunction, "__init__", lambda original: _make_saving_init(original, state)),
         (
             BackwardCFunction,
             "apply",
-            lambda original: _apply_under_saved_policy(original, state),
+            lambda original: _make_restoring_apply(original, state),
         ),
     ]
 
@@ -68,10 +68,10 @@ def checkpoint_patches(state: CastState) -> list[Patch]:
     owner = torch.utils.checkpoint
     name = non_reentrant_name()
     if name is None:
-        return [(owner, "checkpoint", lambda original: _checkpoint(original, state))]
+        return [(owner, "checkpoint", lambda original: _make_checkpoint(original, state))]
     return [
-        (owner, name, lambda original: _non_reentrant(original, state)),
-        (owner.CheckpointFunction, "forward", lambda original: _reentrant(original, state)),
+        (owner, name, lambda original: _make_non_reentrant(original, state)),
+        (owner.CheckpointFunction, "forward", lambda original: _make_reentrant(original, state)),
     ]
 
 
@@ -79,38 +79,38 @@ def replica_patches(state: CastState) -> list[Patch]:
     """The patches for DataParallel."""
     owners = (torch.nn.parallel, importlib.import_module("torch.nn.parallel.data_parallel"))
     return [
-        (owner, "parallel_apply", lambda original: _parallel_apply(original, state))
+        (owner, "parallel_apply", lambda original: _make_parallel_apply(original, state))
         for owner in owners
     ]
 
 
-def _init_saving_policy(original: Callable, state: CastState) -> Callable:
+def _make_saving_init(original: Callable, state: CastState) -> Callable:
     def __init__(self: BackwardCFunction, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         may_cast = state.process_policy is not None or state.has_thread_policies
         policy = state.current_policy_in_forwards() if may_cast else None  # the `if` is for speed
-        setattr(self, _POLICY, policy)
+        setattr(self, _POLICY_ATTRIBUTE, policy)
         if policy is not None and policy.condition is not None and devices_with_torch_autocast():
-            setattr(self, _TORCH_CASTS_TOO, True)
+            setattr(self, _TORCH_CASTS_ATTRIBUTE, True)
         for call in thread_calls.stack:
             if call.swap is not None:
                 if swaps := state.swaps():
-                    setattr(self, _SWAPS, (swaps, current_compute_dtype()))
+                    setattr(self, _SWAPS_ATTRIBUTE, (swaps, current_compute_dtype()))
                 break
 
     return __init__
 
 
-def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
+def _make_restoring_apply(original: Callable, state: CastState) -> Callable:
     def apply(self: BackwardCFunction, *args: Any) -> Any:
-        policy = getattr(self, _POLICY, _NOT_SAVED)
-        swaps, dtype = getattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
+        policy = getattr(self, _POLICY_ATTRIBUTE, _NOT_SAVED)
+        swaps, dtype = getattr(self, _SWAPS_ATTRIBUTE, _NO_SWAPS_OR_DTYPE)
         may_cast = state.process_policy is not None or state.has_thread_policies
         if policy is None and not (may_cast or swaps):
             return original(self, *args)
         if policy is _NOT_SAVED or is_dynamo_compiling():
             return original(self, *args)
-        restores_casts = has_custom_fwd(self) and not hasattr(self, _TORCH_CASTS_TOO)
+        restores_casts = has_custom_fwd(self) and not hasattr(self, _TORCH_CASTS_ATTRIBUTE)
         if policy is state.current_policy() and not restores_casts:
             if not swaps:
                 return original(self, *args)
@@ -122,7 +122,7 @@ def _apply_under_saved_policy(original: Callable, state: CastState) -> Callable:
             )
         finally:
             if swaps and not keeps_graph():
-                setattr(self, _SWAPS, _NO_SWAPS_OR_DTYPE)
+                setattr(self, _SWAPS_ATTRIBUTE, _NO_SWAPS_OR_DTYPE)
 
     return apply
 
@@ -165,7 +165,7 @@ def _save_thread_state(state: CastState) -> _ThreadState:
     return _ThreadState(policy, kind, state.swaps(), current_compute_dtype())
 
 
-def _under_current_policy(function: Callable, state: CastState) -> Callable:
+def _with_current_policy(function: Callable, state: CastState) -> Callable:
     """Have `function` run under the policy that is active now; torch's autocast is not changed."""
     thread_state = _save_thread_state(state)._replace(swaps=())
     return functools.partial(
@@ -173,7 +173,7 @@ def _under_current_policy(function: Callable, state: CastState) -> Callable:
     )
 
 
-def _recomputable(
+def _with_recompute_state(
     function: Callable, state: CastState, thread_state: _ThreadState | None = None
 ) -> Callable:
     """Have `function` run under `thread_state` (default: this thread's) with new half copies."""
@@ -181,15 +181,15 @@ def _recomputable(
     return functools.partial(state.run_in_call, enter, function)
 
 
-def _non_reentrant(original: Callable, state: CastState) -> Callable:
-    position = index_of_contexts(original)
+def _make_non_reentrant(original: Callable, state: CastState) -> Callable:
+    position = index_of_context_fn(original)
 
     def generator(function: Callable, *args: Any, **kwargs: Any) -> Generator[None]:
         if is_compiling():
             yield from original(function, *args, **kwargs)
             return
         thread_state = _save_thread_state(state)
-        make_contexts = kwargs[CONTEXTS] if position is None else args[position]
+        make_contexts = kwargs[CONTEXT_FN] if position is None else args[position]
         recompute_contexts: list[Any] = []
 
         def make_forward_context() -> tuple[Any, Any]:
@@ -203,10 +203,12 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
                 return function(*args, **kwargs)
 
         if position is None:
-            kwargs[CONTEXTS] = make_forward_context
+            kwargs[CONTEXT_FN] = make_forward_context
         else:
             args = (*args[:position], make_forward_context, *args[position + 1 :])
-        checkpoint = original(_recomputable(in_user_context, state, thread_state), *args, **kwargs)
+        checkpoint = original(
+            _with_recompute_state(in_user_context, state, thread_state), *args, **kwargs
+        )
         if thread_state.policy is None:
             yield from checkpoint
             return
@@ -221,29 +223,29 @@ def _non_reentrant(original: Callable, state: CastState) -> Callable:
     return generator
 
 
-def _reentrant(original: Any, state: CastState) -> Any:
+def _make_reentrant(original: Any, state: CastState) -> Any:
     original_forward = original.__func__
 
     def forward(ctx: Any, function: Callable, *args: Any) -> Any:
         if not is_compiling():
-            function = _recomputable(function, state)
+            function = _with_recompute_state(function, state)
         return original_forward(ctx, function, *args)
 
     return staticmethod(forward)
 
 
-def _checkpoint(original: Callable, state: CastState) -> Callable:
+def _make_checkpoint(original: Callable, state: CastState) -> Callable:
     def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            function = _recomputable(function, state)
+            function = _with_recompute_state(function, state)
         return original(function, *args, **kwargs)
 
     return checkpoint
 
 
-def _parallel_apply(original: Callable, state: CastState) -> Callable:
+def _make_parallel_apply(original: Callable, state: CastState) -> Callable:
     def parallel_apply(modules: Sequence[Callable], *args: Any, **kwargs: Any) -> Any:
-        calls = [_under_current_policy(module, state) for module in modules]
+        calls = [_with_current_policy(module, state) for module in modules]
         return original(calls, *args, **kwargs)
 
     return parallel_apply

@@ -49,7 +49,7 @@ _OVERFLOW_ADVICE = (
     "float16 holds numbers up to 65504. Where a mask is meant, write torch.finfo(x.dtype).min for "
     "the constant, or -torch.inf where no row is masked as a whole; else compute with x.float()."
 )
-_AMPATCH = __name__.partition(".")[0]
+_AMPATCH_PACKAGE = __name__.partition(".")[0]
 _IS_EXPLAINED = "_ampatch_explained"
 
 
@@ -170,7 +170,7 @@ def _note_on_unpatched_function(
 def _fp32_attributes(value: object) -> list[str]:
     """The names of FP32 tensors in an object of the script's own class."""
     cls = type(value)
-    if _package_of(cls.__module__) in (*_LIBRARIES, _AMPATCH):
+    if _package_of(cls.__module__) in (*_LIBRARIES, _AMPATCH_PACKAGE):
         return []
     if issubclass(cls, (nn.Module, Tensor, torch.optim.Optimizer)):
         return []
@@ -190,7 +190,7 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     """An error's Python frames outside ampatch, each with its line, the innermost last."""
     traceback = error.__traceback__
     while traceback is not None:
-        if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _AMPATCH:
+        if _package_of(traceback.tb_frame.f_globals.get("__name__")) != _AMPATCH_PACKAGE:
             yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
 

@@ -94,7 +94,7 @@ def _trace_call(tx: Any, function: Any) -> Any:
     return UserFunctionVariable(function).call_function(tx, [], {})
 
 
-def _constant(value: Any) -> Any:
+def _constant_variable(value: Any) -> Any:
     from torch._dynamo.variables import ConstantVariable
 
     return ConstantVariable.create(value)
@@ -129,14 +129,14 @@ def _correct_functions(variables: ModuleType, patches: PatchSet, original_of: Or
 
     variable_class = getattr(variables, "TorchInGraphFunctionVariable", None)
     _correct_table(variable_class, "_get_handlers", patches, by_original)
-    scalars = getattr(variables, _SCALARS, None)
+    scalars = getattr(variables, _SCALAR_OPS_NAME, None)
     if isinstance(scalars, frozenset):
         corrected = frozenset(map(original_of, scalars))
         if corrected != scalars:  # torch filled it while patches were installed, and only once
-            setattr(variables, _SCALARS, corrected)
+            setattr(variables, _SCALAR_OPS_NAME, corrected)
 
 
-_SCALARS = "ops_consuming_unbacked_scalars"
+_SCALAR_OPS_NAME = "ops_consuming_unbacked_scalars"
 
 
 def _correct_table(owner: Any, name: str, patches: PatchSet, correct: Callable[[Any], Any]) -> None:
@@ -164,7 +164,7 @@ def _trace_regions(
         return
 
     def trace(tx: Any, method: str, *values: Any) -> None:
-        constants = [_constant(value) for value in values]
+        constants = [_constant_variable(value) for value in values]
         _trace_call(tx, get_state).call_method(tx, method, constants, {})
 
     def enter(original: Callable) -> Callable:

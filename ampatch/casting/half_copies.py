@@ -79,8 +79,8 @@ def cast_weights(
     """Return copies of FP32 `weights` in `dtype`; gradients reach the weights.
 
     By default, one autograd node makes all copies; it accepts sparse gradients.  With `own_nodes`,
-    each copy has its own node, and a weight may be a DTensor or of another subclass.  With
-    `in_one_storage`, for an RNN's flattened weights (`are_flat_weights`), the copies share one too.
+    each copy has its own node, and a weight may be a DTensor or another subclass.  With
+    `in_one_storage`, for an RNN's flattened weights (`are_flat_weights`), the copies share storage.
 
     Under `no_grad` there is no graph, but the copies require a gradient if their weights do.  Only
     then does `F.linear` compute the batch of a non-contiguous input as one product.  Else it copies

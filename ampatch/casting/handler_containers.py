@@ -38,9 +38,9 @@ class HandlerContainers:
     def add_replacement(self, original: Callable, patched: Callable, holder: Any) -> bool:
         """Add the replacement to the containers of a handler.
 
-        Returns whether the handler must be called with the original: it knows only the original,
-        from an object that cannot be extended.  `holder`: the TorchFunctionMode or the tensor whose
-        handler it is.
+        Returns whether the handler must be called with the original, because the handler knows only
+        the original, from an object that cannot be extended.  `holder` is the
+        TorchFunctionMode or the tensor to which the handler belongs.
         """
         if type(holder).__module__ == NESTED_TENSORS:
             return _names_builtin({C_NN_NAME, original.__name__}, original)
@@ -48,7 +48,7 @@ class HandlerContainers:
         handler = holder.__torch_function__
         search.in_function(getattr(handler, "__func__", handler), 0)
         for cls in type(holder).__mro__:
-            if cls not in _ROOTS:
+            if cls not in _BASE_CLASSES:
                 search.in_values(vars(cls).values(), 1)
         if isinstance(holder, TorchFunctionMode):
             search.in_values(vars(holder).values(), 1)
@@ -81,7 +81,7 @@ class HandlerContainers:
         self._entries.clear()
 
 
-_ROOTS = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
+_BASE_CLASSES = frozenset((*torch.nn.Parameter.__mro__, *TorchFunctionMode.__mro__))
 
 
 class _Search:
@@ -104,7 +104,7 @@ class _Search:
         self._seen: set[int] = set()
 
     def in_function(self, function: Any, depth: int) -> None:
-        function = _unwrapped(function)
+        function = _unwrapped_function(function)
         if type(function) is not FunctionType or id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -171,7 +171,7 @@ class _Search:
         return issubclass(type(container), dict) and callable(dict.get(container, self._pair[0]))
 
 
-def _unwrapped(function: Any) -> Any:
+def _unwrapped_function(function: Any) -> Any:
     """Return the function inside its decorators, which `__wrapped__` leads to."""
     for _ in range(_MAX_ITEMS):
         if type(function) is not FunctionType or "__wrapped__" not in vars(function):

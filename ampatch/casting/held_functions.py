@@ -16,7 +16,7 @@ from torch import nn
 
 from .places import Replacements
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that each module has: its dicts of parameters, submodules and hooks."""
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -54,7 +54,7 @@ class HeldFunctions:
     def _rebind_all(self, convert: Callable[[Any], Any]) -> None:
         for module in self._model.modules():
             attributes = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
-            for name in attributes.keys() - _TORCHS_OWN:
+            for name in attributes.keys() - _MODULE_ATTRIBUTES:
                 value = attributes[name]
                 if (new := self._rebound(value, convert)) is not value:
                     attributes[name] = new

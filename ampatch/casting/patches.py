@@ -2,13 +2,13 @@
 
 A `PatchSet` replaces attributes of modules and classes and records the previous values, so that
 `undo` restores every owner.  It knows nothing of tensors and dtypes: `install.py` decides what to
-replace, `wrapper.py` has what a replacement does.
+replace, and `wrapper.py` defines what a replacement does.
 
 Three rules keep `undo` exact:
 
-* It runs newest first, so a name replaced twice gets its first original.
-* An inherited name is deleted, not set: of the 696 callables on `torch.Tensor` only 64 are its own,
-  and an attribute with the inherited value would hide later changes of the base class.
+* `undo` runs newest first, so a name replaced twice gets its first original.
+* An inherited name is deleted, not set.  `torch.Tensor` inherits 632 of its 696 callables, and
+  an attribute with the inherited value would hide later changes of the base class.
 * An attribute that other code has replaced since then is left alone.  If that code restores the
   replacement later, as a mock does at its end, the replacement stays.  Without a policy, it calls
   the original.
@@ -33,7 +33,7 @@ _INHERITED = object()
 _NO_ORIGINAL: Any = object()
 
 
-class _Patched(NamedTuple):
+class _PatchedAttribute(NamedTuple):
     owner: Any
     name: str
     previous: Any
@@ -44,7 +44,7 @@ class PatchSet:
     """A stack of replaced attributes and of other actions to undo."""
 
     def __init__(self) -> None:
-        self._entries: list[_Patched | Callable[[], None]] = []
+        self._entries: list[_PatchedAttribute | Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,7 +65,7 @@ class PatchSet:
         replacement = make(original)
         # Recorded before the patch and dropped after `undo`: KeyboardInterrupt may be raised
         # anywhere.
-        self._entries.append(_Patched(owner, name, previous, replacement))
+        self._entries.append(_PatchedAttribute(owner, name, previous, replacement))
         setattr(owner, name, replacement)
         return original
 
@@ -91,14 +91,14 @@ class PatchSet:
         while self._entries:
             entry = self._entries[-1]
             try:
-                _restore(entry) if isinstance(entry, _Patched) else entry()
+                _restore(entry) if isinstance(entry, _PatchedAttribute) else entry()
             except Exception:  # not tried again, unlike after KeyboardInterrupt
                 self._entries.pop()
                 raise
             self._entries.pop()
 
 
-def _restore(entry: _Patched) -> None:
+def _restore(entry: _PatchedAttribute) -> None:
     owner, name, previous, replacement = entry
     current = vars(owner).get(name, _INHERITED)
     if current is previous:

@@ -170,11 +170,11 @@ def _name_after_place(replacement: Any, original: Any, owner: Any, name: str) ->
     replacement.__doc__ = getattr(original, "__doc__", None)
 
 
-NOT_SEARCHED = {"torch", "ampatch"}
+SKIPPED_PACKAGES = {"torch", "ampatch"}
 """Packages in whose modules no name is rebound."""
 
 
-def bound(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
+def bindings_of(functions: Iterable[int]) -> list[tuple[dict, str, Any]]:
     """`(globals, name, function)` of each global, outside torch, whose id is in `functions`."""
     wanted = frozenset(functions)
     bindings = []
@@ -195,7 +195,7 @@ def rebind(replacements: Mapping[int, tuple[PatchSet, Any]]) -> None:
     `replacements` maps an original's id to the patches that undo the binding and the replacement,
     which may be an original itself.
     """
-    for namespace, name, value in bound(replacements):
+    for namespace, name, value in bindings_of(replacements):
         while id(value) in replacements:
             patches, value = replacements[id(value)]
             patches.rebind(namespace, name, value)
@@ -209,25 +209,25 @@ def bind_originals(pairs: Iterable[tuple[Any, Any]]) -> None:
     """
     pairs = list(pairs)  # keeps the ids from being reused
     originals = {id(replacement): original for replacement, original in pairs}
-    for namespace, name, value in bound(originals):
+    for namespace, name, value in bindings_of(originals):
         while id(value) in originals:
             value = namespace[name] = originals[id(value)]
 
 
-_not_searched_titles: set[str] = set()  # keys of `sys.modules` that were found to be NOT_SEARCHED
+_skipped_titles: set[str] = set()  # keys of `sys.modules` that are in SKIPPED_PACKAGES
 
 
 def _namespaces() -> Iterator[dict]:
-    for title in sorted(sys.modules.keys() - _not_searched_titles):
-        if title.partition(".")[0] in NOT_SEARCHED:
-            _not_searched_titles.add(title)
+    for title in sorted(sys.modules.keys() - _skipped_titles):
+        if title.partition(".")[0] in SKIPPED_PACKAGES:
+            _skipped_titles.add(title)
             continue
         module = sys.modules.get(title)
         if _is_module(module):
             namespace = object.__getattribute__(module, "__dict__")
             name = namespace.get("__name__")  # the title may be an alias of a module of torch
             module_name = name if isinstance(name, str) else title
-            if module_name.partition(".")[0] not in NOT_SEARCHED:
+            if module_name.partition(".")[0] not in SKIPPED_PACKAGES:
                 yield namespace
                 if title == "__mp_main__":
                     yield from _globals_of_functions(namespace)

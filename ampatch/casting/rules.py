@@ -1,8 +1,8 @@
-"""The rules: the dtype that each chooses for a call, and how values are cast.
+"""The rules: the dtype that each rule chooses for a call, and how values are cast.
 
-Never cast: float64, complex, integer and bool tensors, and tensors on devices that the policy
-does not cover.  Tensors in lists, tuples and namedtuples are cast, in new containers: the caller's
-containers are unchanged.
+Float64, complex, integer and bool tensors, and tensors on devices that the policy does not cover,
+are never cast.  Tensors in lists, tuples and namedtuples are cast into new containers, and the
+caller's containers are unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ChooseDtype = Callable[[tuple, dict, Policy], "torch.dtype | None"]
 PLAIN_TENSOR_TYPES = frozenset((Tensor, Parameter))
 NON_TENSOR_TYPES = frozenset((int, float, bool, type(None), str, torch.dtype, complex, torch.Size))
 
-CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))  # neither float64 nor float8
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+CASTABLE_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))  # no float64 or float8
+_COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class _NoHalfKernel(Exception):
@@ -48,7 +48,7 @@ def cast(value: Any, to: torch.dtype, policy: Policy) -> Any:
     cls = type(value)
     if cls is Tensor or cls is Parameter:
         dtype = value.dtype
-        if dtype is to or dtype not in CASTABLE:
+        if dtype is to or dtype not in CASTABLE_DTYPES:
             return value
         if policy.devices is not None and value.device.type not in policy.devices:
             return value
@@ -73,7 +73,7 @@ def _cast_tensor(value: Tensor, to: torch.dtype) -> Tensor:
 
 
 def _has_no_half_kernel(value: Tensor, to: torch.dtype) -> bool:
-    return to is not torch.float32 and value.layout in _COMPRESSED and value.is_cpu
+    return to is not torch.float32 and value.layout in _COMPRESSED_LAYOUTS and value.is_cpu
 
 
 def _cast_uncommon(value: Any, to: torch.dtype, policy: Policy) -> Any:
@@ -145,7 +145,7 @@ def dtype_and_device(value: Tensor) -> tuple[torch.dtype, str]:
 def is_castable(value: Tensor, policy: Policy) -> bool:
     """Whether rules may cast this tensor at all."""
     dtype, device = dtype_and_device(value)
-    return dtype in CASTABLE and policy.casts_on_device(device)
+    return dtype in CASTABLE_DTYPES and policy.casts_on_device(device)
 
 
 def dtype_of(value: Tensor) -> torch.dtype:
@@ -169,7 +169,7 @@ def _widest_and_mixed(args: tuple, kwargs: dict, policy: Policy) -> tuple[torch.
     first_dtype = None
     for value in tensors_in((*args, *kwargs.values()) if kwargs else args):
         dtype = value.dtype if type(value) in PLAIN_TENSOR_TYPES else dtype_of(value)
-        if dtype is not first_dtype and dtype in CASTABLE and is_castable(value, policy):
+        if dtype is not first_dtype and dtype in CASTABLE_DTYPES and is_castable(value, policy):
             if first_dtype is not None:
                 return torch.float32, True
             first_dtype = dtype

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..config.opt_levels import HALF_DTYPES
-from ..torch_private.modules import FLAT_WEIGHTS, PARAMETERS, is_fast_path_enabled
+from ..torch_private.modules import FLAT_WEIGHTS_NAME, PARAMS_NAME, is_fast_path_enabled
 from ..torch_private.probes import is_traced_or_transformed, is_tracing
 from .arguments import tensors_in
 from .calls import FOLLOWS_PROCESS, Call, CastState, thread_calls
@@ -200,7 +200,7 @@ _FP32_KERNELS: dict[str, tuple[Callable[..., bool], Callable]] = {  # (can_compu
 def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]:
     """Patches of functions of torch's modules that check dtypes or autocast themselves."""
     return [
-        ("torch.nn.RNNBase", "check_input", lambda original: _rnn_check_input(original, state)),
+        ("torch.nn.RNNBase", "check_input", lambda original: _make_check_input(original, state)),
         (
             "torch.nn.functional",
             "multi_head_attention_forward",
@@ -209,22 +209,22 @@ def module_functions(state: CastState) -> list[tuple[str, str, MakeReplacement]]
         (
             "torch.backends.mha",
             "get_fastpath_enabled",
-            lambda original: _fast_path(original, state),
+            lambda original: _make_get_fastpath_enabled(original, state),
         ),
     ]
 
 
 def embedding_forwards() -> list[tuple[str, str, MakeReplacement]]:
     """Patches of the embedding forwards, which read the FP32 weight of a half copy."""
-    return [(f"torch.nn.{cls.__name__}", "forward", _embedding_forward) for cls in EMBEDDINGS]
+    return [(f"torch.nn.{cls.__name__}", "forward", _make_embedding_forward) for cls in EMBEDDINGS]
 
 
-def _embedding_forward(original: Callable) -> Callable:
+def _make_embedding_forward(original: Callable) -> Callable:
     """The replacement.  TorchScript compiles the source of `original`, with this module's `F`."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        params = self.__dict__.get(PARAMETERS)  # in a half model possibly `EmbeddingParameters`
+        params = self.__dict__.get(PARAMS_NAME)  # in a half model possibly `EmbeddingParameters`
         if type(params) is dict or getattr(params, "module", None) is not self:
             return original(self, *args, **kwargs)
         return params.look_up(original, args, kwargs)  # type: ignore[union-attr]
@@ -232,7 +232,7 @@ def _embedding_forward(original: Callable) -> Callable:
     return forward
 
 
-def _fast_path(original: Callable, state: CastState) -> Callable:
+def _make_get_fastpath_enabled(original: Callable, state: CastState) -> Callable:
     """The replacement of the function that returns whether attention may take a fused kernel.
 
     `nn.MultiheadAttention` and the encoder layers call it in eval mode before they take a fused
@@ -298,7 +298,7 @@ def opaque_attention(original: Callable, state: CastState) -> Callable:
     return multi_head_attention_forward
 
 
-def _rnn_check_input(original: Callable, state: CastState) -> Callable:
+def _make_check_input(original: Callable, state: CastState) -> Callable:
     """Let RNNs accept an input that is to be cast to the dtype of the weights.
 
     The original raises if the input's dtype differs from the weights', before the input is cast.
@@ -308,7 +308,7 @@ def _rnn_check_input(original: Callable, state: CastState) -> Callable:
         policy = state.current_policy()
         if policy is not None:
             with without_torch_function_modes_if_any(state):
-                weights = getattr(self, FLAT_WEIGHTS, None) or list(self.parameters())
+                weights = getattr(self, FLAT_WEIGHTS_NAME, None) or list(self.parameters())
                 input = _as_if_cast(input, weights[0], policy)
         return original(self, input, batch_sizes)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import did_you_mean
-from ..log import ONCE, logger
+from ..log import LOG_ONCE, logger
 from ..torch_private.devices import host_computes_in_bfloat16
 from .scale_settings import SCALE_SETTING_NAMES, ScaleSettings, checked_static_scale
 from .validation import known_word, positive_number, truth_value, whole_number
@@ -202,7 +202,7 @@ def warn_of_slow_float16(properties: Properties, parameters: Iterable[Tensor]) -
         if host_computes_in_bfloat16()
         else ', and so are bfloat16 products on this one. For speed stay in FP32: opt_level="O0".'
     )
-    logger.warning(slow + advice, extra=ONCE)
+    logger.warning(slow + advice, extra=LOG_ONCE)
 
 
 def half_dtype(value: Any) -> torch.dtype:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.torch_private import custom_ops, dispatch_modes
-from ampatch.torch_private.foreach import COPY
+from ampatch.torch_private.foreach import FOREACH_COPY
 
 from .float64 import max_in_float64
 from .tensors import ByStorage, storage_key, values
@@ -29,7 +29,7 @@ from .tensors import ByStorage, storage_key, values
 CHECKED_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
-OVERWRITING = ("copy_", COPY)  # they do not read their first argument
+OVERWRITING = ("copy_", FOREACH_COPY)  # they do not read their first argument
 MAX_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])

@@ -66,7 +66,7 @@ def _refuse_dtensors_with_half_copies(module: nn.Module, has_half_copy: HasHalfC
             )
 
 
-def join_patches(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
+def join_patches(refuse_uneven_inputs: Callable[[nn.Module], None]) -> list[Patch]:
     """The patch of `DistributedDataParallel.join_hook`, which may refuse uneven inputs."""
     if not torch.distributed.is_available():
         return []
@@ -74,7 +74,7 @@ def join_patches(refuse_uneven: Callable[[nn.Module], None]) -> list[Patch]:
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def join_hook(self: DistributedDataParallel, **kwargs: Any) -> Any:
-            refuse_uneven(self)
+            refuse_uneven_inputs(self)
             return original(self, **kwargs)
 
         return join_hook

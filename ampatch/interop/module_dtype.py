@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..casting.patches import Patch
 from ..errors import AmpatchError
 from ..models.half_copy_swaps import half_copy_dtypes
-from ..torch_private.modules import APPLY
+from ..torch_private.modules import APPLY_METHOD
 from ..torch_private.tensors import keeps_parameter
 
 TensorFunction = Callable[[Tensor], Tensor]
@@ -35,7 +35,7 @@ def patches(
 
     `model_of(module)` returns a managed model that shares tensors with `module`, or None.
     """
-    if not hasattr(nn.Module, APPLY):
+    if not hasattr(nn.Module, APPLY_METHOD):
         return []
 
     def make(original: Callable) -> Callable:
@@ -70,7 +70,7 @@ def patches(
 
         return float
 
-    return [(nn.Module, APPLY, make), (nn.Module, "float", make_float)]
+    return [(nn.Module, APPLY_METHOD, make), (nn.Module, "float", make_float)]
 
 
 def _managed_tensors(module: nn.Module, is_relied_on: IsReliedOn) -> Iterator[tuple[str, Tensor]]:

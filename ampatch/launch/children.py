@@ -20,11 +20,11 @@ from ampatch.config import environment
 from ampatch.launch.script import PACKAGE_ROOT
 from ampatch.log import show_without_handlers, shows_without_handlers
 
-_IN_CHILD = str(Path(__file__).with_name("in_child.py"))
+_IN_CHILD_FILE = str(Path(__file__).with_name("in_child.py"))
 
 
 class _ChildSetUp:
-    """Runs `in_child.py` when unpickled, by its path: the child may not find ampatch yet."""
+    """Runs `in_child.py` by path when unpickled, because the child may not find ampatch yet."""
 
     def __init__(self, is_auto: bool) -> None:
         self._globals = {
@@ -35,7 +35,7 @@ class _ChildSetUp:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return runpy.run_path, (_IN_CHILD, self._globals)
+        return runpy.run_path, (_IN_CHILD_FILE, self._globals)
 
 
 def check_environment(is_auto: bool) -> None:

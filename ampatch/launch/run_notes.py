@@ -18,7 +18,7 @@ import ampatch
 from ampatch.launch.program import Program
 from ampatch.session.facade import open_sessions
 
-_FROM_TORCH = "https://github.com/ampatch/ampatch/blob/main/docs/tutorials/from_torch_amp.md"
+_MIGRATION_PAGE = "https://github.com/ampatch/ampatch/blob/main/docs/tutorials/from_torch_amp.md"
 _AMP_OF_TORCH = re.compile(r"\bautocast\b|\bGradScaler\b")
 
 
@@ -82,7 +82,7 @@ class RunNotes:
         if self._has_amp_of_torch():
             remedy = (
                 f"It has torch's autocast or GradScaler: ampatch sweep {self._program} compares "
-                f"these with ampatch, and {_FROM_TORCH} shows how to replace them."
+                f"these with ampatch, and {_MIGRATION_PAGE} shows how to replace them."
             )
         self._print_once(
             f"ampatch: {self._program} never called ampatch.initialize: it ran as it is{unused}. "

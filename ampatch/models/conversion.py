@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..casting.rules import CASTABLE
+from ..casting.rules import CASTABLE_DTYPES
 from ..errors import UndoAll
 from ..torch_private.dtensors import replace_data
 from .half_copy_slots import Fp32Predicate
@@ -62,7 +62,7 @@ class ConvertedWeights:
             for tensor in tensors:
                 dtype_before, key = tensor.dtype, id(tensor)
                 is_known = key in excluded or key in self.entries
-                if is_known or dtype_before not in CASTABLE or dtype_before is target:
+                if is_known or dtype_before not in CASTABLE_DTYPES or dtype_before is target:
                     continue
                 data = _data_property.__get__(tensor)
                 self.entries[key] = ConvertedTensor(tensor, dtype_before, data, tensor.grad)

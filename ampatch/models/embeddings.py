@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..casting.half_copies import cast_weights
-from ..torch_private.modules import PARAMETERS
+from ..torch_private.modules import PARAMS_NAME
 from ..torch_private.probes import is_traced_or_transformed
 from .values import cast_tensors, caster, map_tensors
 
@@ -35,7 +35,7 @@ class EmbeddingParameters(dict):
     grad_mode: bool
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module_params: dict[str, Any] = vars(module)[PARAMETERS]
+        self.module_params: dict[str, Any] = vars(module)[PARAMS_NAME]
         super().__init__(self.module_params)
         self.module = module
         self.name = name
@@ -52,12 +52,12 @@ class EmbeddingParameters(dict):
         If other code has changed the module's parameter, nothing is done.
         """
         attributes, params = vars(self.module), self.module_params
-        if attributes.get(PARAMETERS) is not params or params.get(self.name) is not self.parameter:
+        if attributes.get(PARAMS_NAME) is not params or params.get(self.name) is not self.parameter:
             return
         self.dtype, self.half_copy, self.on_copy = dtype, copy, on_copy
         self.grad_mode = torch.is_grad_enabled()
         if copy is None:
-            attributes[PARAMETERS] = self
+            attributes[PARAMS_NAME] = self
         else:
             params[self.name] = copy
 
@@ -68,8 +68,8 @@ class EmbeddingParameters(dict):
         if self.half_copy is not None and self.module_params.get(self.name) is self.half_copy:
             self.module_params[self.name] = self.parameter
         attributes = vars(self.module)
-        if attributes.get(PARAMETERS) is self:
-            attributes[PARAMETERS] = self.module_params
+        if attributes.get(PARAMS_NAME) is self:
+            attributes[PARAMS_NAME] = self.module_params
         self.half_copy = self.on_copy = None
 
     def look_up(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -85,7 +85,7 @@ class EmbeddingParameters(dict):
             # The cast becomes a node of the traced graph.
             return {**self.module_params, self.name: self.parameter.to(self.dtype)}
         attributes = vars(self.module)
-        if attributes.get(PARAMETERS) is self:
+        if attributes.get(PARAMS_NAME) is self:
             if self.half_copy is None:
                 own_node = not self.module.sparse  # an own node accepts no sparse gradients
                 with torch.inference_mode(False), torch.set_grad_enabled(self.grad_mode):
@@ -95,7 +95,7 @@ class EmbeddingParameters(dict):
                 self.on_copy(self.parameter, copy)
                 self.half_copy = copy
             self.module_params[self.name] = self.half_copy
-            attributes[PARAMETERS] = self.module_params
+            attributes[PARAMS_NAME] = self.module_params
         return self.module_params
 
     def __iter__(self) -> Iterator[str]:  # makes `dict(self)` read the values

@@ -40,7 +40,7 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call, thread_calls
 from ..casting.half_copies import are_partly_wanted
 from ..errors import AmpatchError
-from ..torch_private.modules import REPLICA, swap_parametrize_cache
+from ..torch_private.modules import IS_REPLICA_ATTRIBUTE, swap_parametrize_cache
 from ..torch_private.probes import is_fake_mode_on, is_traced_or_transformed
 from .embeddings import EmbeddingParameters
 from .half_copy_slots import (
@@ -277,7 +277,7 @@ class HalfCopySwapper:
 
     def swap_in(self, call: Call, root: nn.Module) -> None:
         """Swap copies in until `call` exits; `root` is the model or the submodule called."""
-        if REPLICA in vars(root):
+        if IS_REPLICA_ATTRIBUTE in vars(root):
             cast_replica(self.model, root, self.dtype, self._stays_fp32)
             return
         call.swap = swap = Swap(self)

@@ -19,7 +19,7 @@ from ..config.opt_levels import HALF_DTYPES
 from ..log import logger
 from ..torch_private.devices import has_values, is_stream_capturing
 from ..torch_private.probes import is_traced_or_transformed
-from .values import CASTABLE, caster, half_cannot_hold, is_strided, map_tensors, values_of
+from .values import CASTABLE_DTYPES, caster, half_cannot_hold, is_strided, map_tensors, values_of
 
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _fitting_copy = getattr(native.part, "fitting_copy", None)
@@ -102,7 +102,7 @@ class InputCaster:
     def _cast_tensor(self, tensor: Tensor, position: int, casts: InputCasts) -> Tensor:
         """In C++: `fitting_copy` of `copies.h`."""
         dtype = tensor.dtype
-        if dtype is self._dtype or dtype not in CASTABLE:
+        if dtype is self._dtype or dtype not in CASTABLE_DTYPES:
             return tensor
         if id(tensor) in casts.tensors:
             _, earlier_cast, _ = casts.tensors[id(tensor)]

@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from ..casting.calls import Call
 from ..casting.patches import Patch
 from ..errors import AmpatchError
-from ..torch_private.modules import REPLICATE
+from ..torch_private.modules import REPLICATE_METHOD
 
 _FORWARD = "forward"
 _FRAMES_ATTRIBUTE = "_ampatch_frames"
@@ -342,8 +342,8 @@ def copy_patches() -> list[Patch]:
         return _replicate_for_data_parallel
 
     methods: list[Patch] = [(nn.Module, "__copy__", shallow)]
-    more: list[Patch] = [(nn.Module, REPLICATE, replicate)]
-    return methods + more if hasattr(nn.Module, REPLICATE) else methods
+    more: list[Patch] = [(nn.Module, REPLICATE_METHOD, replicate)]
+    return methods + more if hasattr(nn.Module, REPLICATE_METHOD) else methods
 
 
 @contextlib.contextmanager

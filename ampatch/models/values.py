@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casting.rules import CASTABLE
+from ..casting.rules import CASTABLE_DTYPES
 from ..torch_private.dtensors import local_of
 from ..torch_private.torch_functions import no_torch_function
 
@@ -96,7 +96,7 @@ def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A function that converts FP32 and half tensors to `dtype` and returns other tensors as is."""
 
     def convert(tensor: Any) -> Any:
-        return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
+        return tensor.to(dtype) if tensor.dtype in CASTABLE_DTYPES else tensor
 
     return convert
 
@@ -105,12 +105,12 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """`value` with each FP32 or half tensor in it converted to `dtype`."""
     if type(value) is Tensor:
         current = value.dtype
-        return value.to(dtype) if current is not dtype and current in CASTABLE else value
+        return value.to(dtype) if current is not dtype and current in CASTABLE_DTYPES else value
     # By a tensor's id: the tensor and its cast.  The reference keeps the id from being reused.
     casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def convert_once(tensor: Tensor) -> Tensor:
-        if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+        if tensor.dtype is dtype or tensor.dtype not in CASTABLE_DTYPES:
             return tensor
         entry = casts.get(id(tensor))
         if entry is None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import logging
 
-from ..log import ONCE, logger
+from ..log import LOG_ONCE, logger
 from .loading import Status, load
 
 __all__ = ["Status", "log_build_hint", "missing", "part", "record_failure", "status"]
 
 part, _status = load()
 
-GIVES = "1.15"
+SPEEDUP = "1.15"
 """The speedup of a step of a small model at O1 on a CPU.  A test compares it with a measurement."""
 
 
@@ -54,6 +54,6 @@ def log_build_hint() -> None:
         logger.info(
             "ampatch runs in Python. Its native part makes small steps at O1 about %s times as "
             "fast, with the same results: python -m ampatch build, once, takes half a minute.",
-            GIVES,
-            extra=ONCE,
+            SPEEDUP,
+            extra=LOG_ONCE,
         )

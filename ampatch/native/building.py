@@ -74,7 +74,7 @@ def build(again: bool = True, verbose: bool = False) -> Path:
     target, failure = loading.built_file(), loading.failure_file()
     try:
         loading.cache().mkdir(parents=True, exist_ok=True)
-        with _alone():
+        with _hold_build_lock():
             if not again and failure.is_file():
                 raise AmpatchError(failure.read_text(encoding="utf-8"))
             if again or not target.is_file():
@@ -96,7 +96,7 @@ def clean() -> int:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _hold_build_lock() -> Iterator[None]:
     """Context manager: no other process builds into this cache at the same time."""
     with open(loading.cache() / ".lock", "ab") as lock:
         if fcntl is not None:

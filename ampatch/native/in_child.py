@@ -1,7 +1,7 @@
 """Compiles an extension and imports it: `python in_child.py NAME SOURCE FOLDER`.
 
-A script, in a process of its own: torch's builder changes the process that it runs in, and a
-library that crashes when it is loaded must not take the user's process with it.
+This script has a separate process, because torch's builder changes the process that it runs in, and
+a library that crashes when it is loaded must not end the user's process.
 """
 
 from __future__ import annotations

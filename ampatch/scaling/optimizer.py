@@ -13,10 +13,10 @@ from ..config.optimizer_eps import lost_eps
 from ..errors import AmpatchError
 from ..log import logger
 from ..torch_private.optimizers import (
-    bare_step,
     is_bare_zero_grad,
     is_zero_redundancy,
     record_skipped_step,
+    unwrapped_step,
 )
 from .delayed import run_pending_updates, unscale_delayed
 from .gradients import GradState, OptimizerGradients
@@ -208,7 +208,7 @@ class ManagedOptimizer:
         call_without_casts = self.session.call_without_casts
         if in_kernel:
             result = call_without_casts(self._step_in_kernel, original, args, kwargs, found_inf)
-        elif args or kwargs or (bare := bare_step(original, self.optimizer)) is None:
+        elif args or kwargs or (bare := unwrapped_step(original, self.optimizer)) is None:
             result = call_without_casts(original, *args, **kwargs)
         else:
             result = call_without_casts(bare, self.optimizer)

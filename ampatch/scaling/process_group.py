@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ..torch_private.dtensors import PLAIN, meshes_of
+from ..torch_private.dtensors import PLAIN_TYPES, meshes_of
 from ..torch_private.probes import is_distributed
 from .scale_value import OverflowFlag
 
@@ -45,7 +45,7 @@ def flag_groups(group: Any, grads: list[Tensor]) -> FlagGroups:
 
     A rank has only its shard of a DTensor, and an inf may be in one shard only.
     """
-    if group is None and PLAIN.issuperset(map(type, grads)):
+    if group is None and PLAIN_TYPES.issuperset(map(type, grads)):
         return _NO_GROUPS
     meshes = meshes_of(grads)
     groups = dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

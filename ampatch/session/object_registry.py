@@ -20,7 +20,7 @@ class ObjectRegistry(Generic[SessionT]):
     """The session and the managed counterpart of each object that was passed to `initialize`.
 
     The object (in its hooks or methods) and its counterpart refer to each other.  The registry has
-    a weak reference to the counterpart: when the user's code drops the object, both are collected,
+    a weak reference to the counterpart.  When the user's code drops the object, both are collected,
     and the entry is removed.  In a disabled session, an object is its own counterpart.  An object
     is in one session at a time, the one that called `put` last.
     """

@@ -13,7 +13,7 @@ from torch import nn
 from ..config.opt_levels import level_defaults
 from ..errors import AmpatchError
 
-_NOT_COMPARED = ("verbosity", "max_consecutive_skips", "allow_banned")  # a rank may have its own
+_UNCOMPARED_SETTINGS = ("verbosity", "max_consecutive_skips", "allow_banned")  # may differ
 
 
 def compare(sessions: Sequence[Any], model: nn.Module, group: Any) -> None:
@@ -47,11 +47,11 @@ def _describe_settings(session: Any) -> str:
     shown["overrides"] = {getattr(key, "__name__", key): precision for key, precision in overrides}
     shown["loss scales"] = [scaler.state_dict() for scaler in session.scalers]
     return ", ".join(
-        f"{name}={value}" for name, value in shown.items() if name not in _NOT_COMPARED
+        f"{name}={value}" for name, value in shown.items() if name not in _UNCOMPARED_SETTINGS
     )
 
 
-def refuse_uneven(sessions: Sequence[Any], model: nn.Module) -> None:
+def refuse_uneven_inputs(sessions: Sequence[Any], model: nn.Module) -> None:
     """Raise `AmpatchError` for a model whose ranks would get different loss scales in `join`."""
     scaling = [session for session in sessions if session.scales_losses()]
     if any(s.checks_for_overflow() or s.process_group is not None for s in scaling):

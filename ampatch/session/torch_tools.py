@@ -106,7 +106,7 @@ class TorchTools:
             ),
             # Join is refused under a dynamic loss scale
             *ddp.join_patches(
-                lambda model: ranks.refuse_uneven(registry.sessions_of(model), model)
+                lambda model: ranks.refuse_uneven_inputs(registry.sessions_of(model), model)
             ),
             # writes through `.data` do not bump a tensor's version
             *tensor_methods.data_patches(_on_data_access),

@@ -12,10 +12,10 @@ import torch
 
 from .devices import device_types
 
-AUTOCAST = "torch.amp.autocast_mode"
+AUTOCAST_MODULE = "torch.amp.autocast_mode"
 """The module of `torch.autocast` and of `custom_fwd`, which queries the state from there."""
 
-ASK_TO_CAST = frozenset(("torch.nested._internal.sdpa",))
+CASTING_MODULES = frozenset(("torch.nested._internal.sdpa",))
 """Modules of torch that query the autocast dtype in order to cast to it."""
 
 

@@ -12,16 +12,16 @@ _NAMES = (
     "_checkpoint_without_reentrant_generator_impl",  # since torch 2.14
     "_checkpoint_without_reentrant_generator",
 )
-CONTEXTS = "context_fn"
+CONTEXT_FN = "context_fn"
 """The argument that makes the context managers of the forward and of the recompute."""
 
 
-def _takes_contexts(name: str) -> bool:
+def _takes_context_fn(name: str) -> bool:
     function = getattr(torch.utils.checkpoint, name, None)
-    return function is not None and CONTEXTS in inspect.signature(function).parameters
+    return function is not None and CONTEXT_FN in inspect.signature(function).parameters
 
 
-_KNOWN = frozenset(filter(_takes_contexts, _NAMES))  # at import, before any replacement
+_KNOWN_NAMES = frozenset(filter(_takes_context_fn, _NAMES))  # at import, before any replacement
 
 
 def non_reentrant_name() -> str | None:
@@ -30,15 +30,15 @@ def non_reentrant_name() -> str | None:
     The first argument is the user's function.  Returns None if this torch has no such function.
     """
     called = _called_in_module()
-    return next((name for name in _NAMES if name in called and name in _KNOWN), None)
+    return next((name for name in _NAMES if name in called and name in _KNOWN_NAMES), None)
 
 
-def index_of_contexts(original: Callable) -> int | None:
-    """Return the index of `CONTEXTS` among the arguments after the function; None for a keyword."""
+def index_of_context_fn(original: Callable) -> int | None:
+    """The index of `CONTEXT_FN` among the arguments after the function; None for a keyword."""
     parameters = inspect.signature(original).parameters
-    if parameters[CONTEXTS].kind is inspect.Parameter.KEYWORD_ONLY:
+    if parameters[CONTEXT_FN].kind is inspect.Parameter.KEYWORD_ONLY:
         return None
-    return list(parameters).index(CONTEXTS) - 1
+    return list(parameters).index(CONTEXT_FN) - 1
 
 
 def _called_in_module() -> set[str]:

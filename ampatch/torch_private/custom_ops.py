@@ -8,11 +8,11 @@ from typing import Any
 
 from .torch_attributes import torch_attribute
 
-_NAMED = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
+_NAME_OF = {"torch._ops.OpOverload": "_name", "torch._ops.OpOverloadPacket": "_qualified_op_name"}
 
 OPERATOR_CLASSES: list[tuple[type[Any], Callable[[Any], str]]] = [
     (cls, attributes.attrgetter(name))
-    for path, name in _NAMED.items()
+    for path, name in _NAME_OF.items()
     if (cls := torch_attribute(path, None)) is not None
 ]
 """The classes of `torch.ops.torchvision.nms` and `torch.ops.torchvision.nms.default`, each with a
@@ -21,7 +21,7 @@ function that returns the full name of an object.  Without the classes, such cal
 
 _key_name_of = torch_attribute("torch._C._dispatch_key_for_device", None)
 _keys = torch_attribute("torch._C.DispatchKey", None)
-_OF_TORCH = ("aten::", "prim::")
+_TORCH_NAMESPACES = ("aten::", "prim::")
 
 
 def devices_with_autocast_kernel(
@@ -31,7 +31,7 @@ def devices_with_autocast_kernel(
 
     Empty for torch's own operators, which follow the op tables, and if torch cannot tell.
     """
-    if name.startswith(_OF_TORCH) or _key_name_of is None or _keys is None:
+    if name.startswith(_TORCH_NAMESPACES) or _key_name_of is None or _keys is None:
         return frozenset()  # TorchScript's operators (`prim`) have no dispatch keys
     overloads = [operator]
     if hasattr(operator, "overloads"):  # `op_overloads` came after torch 2.10

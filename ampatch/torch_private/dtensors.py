@@ -14,30 +14,32 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-PLAIN = frozenset((Tensor, Parameter))
+PLAIN_TYPES = frozenset((Tensor, Parameter))
 """Types whose tensors are no DTensors."""
 
-_LOCAL, _SPEC = "_local_tensor", "_spec"
+_LOCAL_ATTRIBUTE, _SPEC_ATTRIBUTE = "_local_tensor", "_spec"
 _data: Any = torch.Tensor.data  # torch's own: sessions replace `nn.Parameter.data`
 
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor has a DTensor's attributes.  The class is perhaps not imported."""
     return (
-        type(tensor) not in PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+        type(tensor) not in PLAIN_TYPES
+        and hasattr(tensor, "placements")
+        and hasattr(tensor, "to_local")
     )
 
 
 def any_dtensor(tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors is a DTensor."""
-    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_dtensor, tensors))
+    return not PLAIN_TYPES.issuperset(map(type, tensors)) and any(map(is_dtensor, tensors))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without a graph, and any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
-    local: Any = getattr(tensor, _LOCAL, None)
+    local: Any = getattr(tensor, _LOCAL_ATTRIBUTE, None)
     if local is None:
         local = tensor.detach().to_local()  # type: ignore[attr-defined]
     wait = getattr(local, "wait", None)  # the result of a collective that still runs
@@ -53,7 +55,7 @@ def are_laid_out_alike(first: Any, second: Any) -> bool:
 
 def can_replace_data(tensor: Tensor) -> bool:
     """Whether `replace_data` knows how this DTensor keeps its local tensor."""
-    return hasattr(tensor, _LOCAL) and hasattr(tensor, _SPEC)
+    return hasattr(tensor, _LOCAL_ATTRIBUTE) and hasattr(tensor, _SPEC_ATTRIBUTE)
 
 
 def is_localized_by_ddp(parameter: Tensor) -> bool:
@@ -68,7 +70,7 @@ def replace_data(tensor: Any, data: Any) -> None:
     """
     _data.__set__(tensor, data)
     if is_dtensor(tensor):
-        for name in (_LOCAL, _SPEC):
+        for name in (_LOCAL_ATTRIBUTE, _SPEC_ATTRIBUTE):
             setattr(tensor, name, getattr(data, name))
 
 

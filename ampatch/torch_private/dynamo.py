@@ -13,7 +13,7 @@ from torch import Tensor
 from .torch_attributes import torch_attribute
 
 _context = torch_attribute("torch._guards.CompileContext", None)
-_compiled_now = getattr(_context, "try_get", lambda: None)
+_current_compile_context = getattr(_context, "try_get", lambda: None)
 
 
 def is_inside_compiler() -> bool:
@@ -21,7 +21,7 @@ def is_inside_compiler() -> bool:
 
     False if this torch cannot tell.
     """
-    return _compiled_now() is not None
+    return _current_compile_context() is not None
 
 
 def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
@@ -40,14 +40,14 @@ def run_eagerly(codes: Callable[[], Iterable[CodeType]]) -> None:
     wrapt.register_post_import_hook(mark, "torch._dynamo.eval_frame")
 
 
-_BUILDER = "torch._dynamo.variables.builder"
-_CLASS = "VariableBuilder"
-_READERS = (_BUILDER, "torch._subclasses.meta_utils")
+_BUILDER_MODULE = "torch._dynamo.variables.builder"
+_BUILDER_CLASS = "VariableBuilder"
+_GRAD_READING_MODULES = (_BUILDER_MODULE, "torch._subclasses.meta_utils")
 
 
 def when_imported(call: Callable[[], None]) -> None:
     """Call `call()` once Dynamo's module is imported."""
-    wrapt.register_post_import_hook(lambda module: call(), _BUILDER)
+    wrapt.register_post_import_hook(lambda module: call(), _BUILDER_MODULE)
 
 
 def gradient_reader_patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -60,22 +60,22 @@ def gradient_reader_patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     Empty until Dynamo's module is completely imported (a class in it binds the functions), and if
     torch has other functions.
     """
-    if not hasattr(sys.modules.get(_BUILDER), _CLASS):
+    if not hasattr(sys.modules.get(_BUILDER_MODULE), _BUILDER_CLASS):
         return []
     return [
         (module, name, make)
-        for module in filter(None, map(sys.modules.get, _READERS))
-        for name, make in (("safe_grad", _of_leaf), ("safe_has_grad", _of_tensor))
+        for module in filter(None, map(sys.modules.get, _GRAD_READING_MODULES))
+        for name, make in (("safe_grad", _make_safe_grad), ("safe_has_grad", _make_safe_has_grad))
         if hasattr(module, name)
     ]
 
 
-def _of_leaf(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _make_safe_grad(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def grad_of(tensor: Any) -> Any:
         return original(tensor) if tensor.is_leaf or tensor.retains_grad else None
 
     return grad_of
 
 
-def _of_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _make_safe_has_grad(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda thing: isinstance(thing, Tensor) or original(thing)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .torch_attributes import torch_attribute
 
-COPY = "_foreach_copy_"
+FOREACH_COPY = "_foreach_copy_"
 """torch's name of `copy_` for lists."""
 
 
-def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
+def call_one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
     """Call the method `name` of each tensor, without gradients."""
     with torch.no_grad():
         return [
@@ -31,13 +31,13 @@ def one_by_one(name: str, tensors: list[Tensor], *others: Any, **kwargs: Any) ->
         ]
 
 
-add = torch_attribute("torch._foreach_add", partial(one_by_one, "add"))
-add_ = torch_attribute("torch._foreach_add_", partial(one_by_one, "add_"))
-addcdiv_ = torch_attribute("torch._foreach_addcdiv_", partial(one_by_one, "addcdiv_"))
-addcmul_ = torch_attribute("torch._foreach_addcmul_", partial(one_by_one, "addcmul_"))
-copy_ = torch_attribute("torch._foreach_copy_", partial(one_by_one, "copy_"))
-lerp_ = torch_attribute("torch._foreach_lerp_", partial(one_by_one, "lerp_"))
-mul = torch_attribute("torch._foreach_mul", partial(one_by_one, "mul"))
-mul_ = torch_attribute("torch._foreach_mul_", partial(one_by_one, "mul_"))
-norm = torch_attribute("torch._foreach_norm", partial(one_by_one, "norm"))
-sqrt = torch_attribute("torch._foreach_sqrt", partial(one_by_one, "sqrt"))
+add = torch_attribute("torch._foreach_add", partial(call_one_by_one, "add"))
+add_ = torch_attribute("torch._foreach_add_", partial(call_one_by_one, "add_"))
+addcdiv_ = torch_attribute("torch._foreach_addcdiv_", partial(call_one_by_one, "addcdiv_"))
+addcmul_ = torch_attribute("torch._foreach_addcmul_", partial(call_one_by_one, "addcmul_"))
+copy_ = torch_attribute("torch._foreach_copy_", partial(call_one_by_one, "copy_"))
+lerp_ = torch_attribute("torch._foreach_lerp_", partial(call_one_by_one, "lerp_"))
+mul = torch_attribute("torch._foreach_mul", partial(call_one_by_one, "mul"))
+mul_ = torch_attribute("torch._foreach_mul_", partial(call_one_by_one, "mul_"))
+norm = torch_attribute("torch._foreach_norm", partial(call_one_by_one, "norm"))
+sqrt = torch_attribute("torch._foreach_sqrt", partial(call_one_by_one, "sqrt"))

@@ -18,15 +18,15 @@ TORCH_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatc
 TORCH_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def _base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
+def _private_base(name: str, torchs_own: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
     """Return the private base class, from which users derive too, or torch's public classes."""
     base = torch_attribute(name, None)
     return torchs_own if base is None else (base,)
 
 
-BATCH_NORMS = _base("torch.nn.modules.batchnorm._BatchNorm", TORCH_BATCH_NORMS)
-INSTANCE_NORMS = _base("torch.nn.modules.instancenorm._InstanceNorm", TORCH_INSTANCE_NORMS)
-ORTHOGONAL_MAPS = _base("torch.nn.utils.parametrizations._Orthogonal", ())
+BATCH_NORMS = _private_base("torch.nn.modules.batchnorm._BatchNorm", TORCH_BATCH_NORMS)
+INSTANCE_NORMS = _private_base("torch.nn.modules.instancenorm._InstanceNorm", TORCH_INSTANCE_NORMS)
+ORTHOGONAL_MAPS = _private_base("torch.nn.utils.parametrizations._Orthogonal", ())
 
 SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
     name: vars(nn.SyncBatchNorm)[name]
@@ -35,13 +35,13 @@ SYNC_BATCH_NORM_CHECKS: dict[str, Callable] = {
 }
 """The methods that `nn.SyncBatchNorm.forward` calls, for a class that uses this forward."""
 
-APPLY = "_apply"
+APPLY_METHOD = "_apply"
 """The method that `.to`, `.half` and `.cuda` call.  Without it, conversions are not noticed."""
 
-PARAMETERS = "_parameters"
+PARAMS_NAME = "_parameters"
 """The attribute of a module with the dict of its parameters."""
 
-FLAT_WEIGHTS = "_flat_weights"
+FLAT_WEIGHTS_NAME = "_flat_weights"
 """The attribute of an `nn.RNNBase` with the list of its weights."""
 
 
@@ -52,18 +52,18 @@ def rebuild_flat_weights(rnn: nn.RNNBase) -> None:
     """
     attributes = vars(rnn)
     names = getattr(rnn, "_flat_weights_names", None)
-    if names is None or FLAT_WEIGHTS not in attributes:
+    if names is None or FLAT_WEIGHTS_NAME not in attributes:
         return
-    params = attributes.get(PARAMETERS, {})  # read directly: `getattr` calls `Module.__getattr__`
+    params = attributes.get(PARAMS_NAME, {})  # read directly: `getattr` calls `Module.__getattr__`
     weights = [params[name] if name in params else getattr(rnn, name, None) for name in names]
-    attributes[FLAT_WEIGHTS] = weights
+    attributes[FLAT_WEIGHTS_NAME] = weights
     if "_flat_weight_refs" in attributes:
         attributes["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 
 
 def flat_weights(rnn: nn.RNNBase) -> list[nn.Parameter]:
     """The weights of an RNN that cuDNN's flattening has put into one storage; else none."""
-    weights = getattr(rnn, FLAT_WEIGHTS, [])
+    weights = getattr(rnn, FLAT_WEIGHTS_NAME, [])
     return list(weights) if are_flat_weights(weights) else []
 
 
@@ -108,12 +108,12 @@ def submodule_dict(module: nn.Module) -> dict[str, Any]:
     return submodules if isinstance(submodules, dict) else {}
 
 
-REPLICA = "_is_replica"
+IS_REPLICA_ATTRIBUTE = "_is_replica"
 """In `vars` of a module that `nn.DataParallel` made for one forward, with weights as plain
 attributes.
 """
 
-REPLICATE = "_replicate_for_data_parallel"
+REPLICATE_METHOD = "_replicate_for_data_parallel"
 """The method with which `nn.DataParallel` makes a module's replica.  It copies all attributes."""
 
 

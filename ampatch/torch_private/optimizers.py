@@ -17,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .probes import is_profiling
 from .torch_attributes import torch_attribute
 
-_UNKNOWN = {0: None}  # if torch keeps its hooks elsewhere: treated like a dict with a hook
+_UNKNOWN_HOOKS = {0: None}  # if torch keeps its hooks elsewhere: treated like a dict with a hook
 _WHEN = ("pre", "post")
 _GLOBAL_STEP_HOOKS = [
-    torch_attribute(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN)
+    torch_attribute(f"torch.optim.optimizer._global_optimizer_{when}_hooks", _UNKNOWN_HOOKS)
     for when in _WHEN
 ]
 _STEP_HOOK_NAMES = [f"_optimizer_step_{when}_hooks" for when in _WHEN]
@@ -35,7 +35,7 @@ CODE_AROUND_STEPS = _code_around_steps()
 """The code object of torch's wrapper around each class's `step`, or None if it has no wrapper."""
 
 
-class _Notify:
+class _NotifyHook:
     """A hook after every step of any `torch.optim.Optimizer`, managed or not."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -47,10 +47,10 @@ class _Notify:
 
 def notify_of_steps(notify: Callable[[], None]) -> Callable[[], None]:
     """Call `notify()` after every step of any optimizer.  Returns a function that stops this."""
-    return register_optimizer_step_post_hook(_Notify(notify)).remove
+    return register_optimizer_step_post_hook(_NotifyHook(notify)).remove
 
 
-def bare_step(original: Any, optimizer: Any) -> Callable | None:
+def unwrapped_step(original: Any, optimizer: Any) -> Callable | None:
     """Return the function inside torch's wrapper around a bound `step`; it takes the optimizer.
 
     Returns None if the wrapper is not torch's, or is needed for a profiler or hooks.  Hooks of
@@ -64,10 +64,10 @@ def bare_step(original: Any, optimizer: Any) -> Callable | None:
         or is_profiling()
     ):
         return None
-    own_hooks = [getattr(optimizer, name, _UNKNOWN) for name in _STEP_HOOK_NAMES]
+    own_hooks = [getattr(optimizer, name, _UNKNOWN_HOOKS) for name in _STEP_HOOK_NAMES]
     for hooks in (*_GLOBAL_STEP_HOOKS, *own_hooks):
         for hook in hooks.values():
-            if type(hook) is not _Notify:
+            if type(hook) is not _NotifyHook:
                 return None
     return function.__wrapped__
 
@@ -100,12 +100,12 @@ def forget_unscaling(scaler: Any, optimizer: Any) -> None:
     getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
 
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+_ZERO_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
     """Whether `optimizer` is a `ZeroRedundancyOptimizer`.  Does not import the class."""
-    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
+    kind = getattr(sys.modules.get(_ZERO_MODULE), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
 

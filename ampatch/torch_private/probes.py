@@ -33,29 +33,29 @@ is_profiling = torch_attribute("torch.autograd._profiler_enabled", lambda: True)
 """Whether a profiler is running.  Fallback: True."""
 
 is_tracing = torch_attribute("torch._C.is_tracing", torch.jit.is_tracing)
-_transform = torch_attribute(
+_innermost_transform = torch_attribute(
     "torch._C._functorch.peek_interpreter_stack", lambda: True
 )  # unknown: a transform may be active
-_HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
+_HAS_COMPILE_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
-def _no_mode(key: Any) -> None:
+def _get_no_mode(key: Any) -> None:
     """The fallback: no FakeTensorMode is active, and `make_fx` traces nothing."""
 
 
 _mode_keys = torch_attribute("torch._C._TorchDispatchModeKey", None)
-_FAKE, _PROXY = getattr(_mode_keys, "FAKE", None), getattr(_mode_keys, "PROXY", None)
-_mode = (
-    _no_mode
-    if None in (_FAKE, _PROXY)
-    else torch_attribute("torch._C._get_dispatch_mode", _no_mode)
+_FAKE_KEY, _PROXY_KEY = getattr(_mode_keys, "FAKE", None), getattr(_mode_keys, "PROXY", None)
+_get_mode = (
+    _get_no_mode
+    if None in (_FAKE_KEY, _PROXY_KEY)
+    else torch_attribute("torch._C._get_dispatch_mode", _get_no_mode)
 )
-_fx_mode = functools.partial(_mode, _PROXY)  # no Python call
+_get_fx_mode = functools.partial(_get_mode, _PROXY_KEY)  # no Python call
 
 
 def is_fake_mode_on() -> bool:
     """Whether a `FakeTensorMode` is active: new tensors have no values."""
-    return _mode(_FAKE) is not None
+    return _get_mode(_FAKE_KEY) is not None
 
 
 def is_traced_or_transformed() -> bool:
@@ -66,10 +66,10 @@ def is_traced_or_transformed() -> bool:
     In C++: `is_traced_or_transformed` of `call.h`.
     """
     return (
-        (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling())
+        (torch.compiler._is_compiling_flag if _HAS_COMPILE_FLAG else torch.compiler.is_compiling())
         or is_tracing()
-        or _transform() is not None
-        or _fx_mode() is not None
+        or _innermost_transform() is not None
+        or _get_fx_mode() is not None
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import AmpatchError
 
-_MODULE = "torch.distributed.fsdp"
+_FSDP_MODULE = "torch.distributed.fsdp"
 
 
 class Sharded(NamedTuple):
@@ -38,10 +38,10 @@ class Sharding(NamedTuple):
 def shardings(model: nn.Module) -> list[Sharding]:
     """The calls of `fully_shard` on a model and its submodules, outer ones first."""
     # A process that has not imported the module has sharded nothing.
-    fsdp_class: Any = getattr(sys.modules.get(_MODULE), "FSDPModule", None)
+    fsdp_class: Any = getattr(sys.modules.get(_FSDP_MODULE), "FSDPModule", None)
     if fsdp_class is None:
         return []
-    with _explained():
+    with _explain_errors():
         states = {
             id(state): state
             for module in model.modules()
@@ -66,7 +66,7 @@ def _sharded_params(state: Any) -> list[Sharded]:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     try:
         yield
     except AttributeError as error:

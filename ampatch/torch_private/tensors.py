@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
-TENSOR_HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOKS)
+TENSOR_HOOKS_CAN_BE_SEEN = all(hasattr(Tensor, name) for name in _HOOK_ATTRIBUTES)
 """If False, no weights are cast together: a shared node would call the hooks of all of them."""
 
 
-def _unseen(tensor: Tensor) -> Any:
+def _no_hooks(tensor: Tensor) -> Any:
     return ()
 
 
-hooks_of: Callable[[Tensor], Any] = _unseen
+hooks_of: Callable[[Tensor], Any] = _no_hooks
 """A tensor's backward hooks and post-accumulate-grad hooks."""
 
 if TENSOR_HOOKS_CAN_BE_SEEN:
-    hooks_of = operator.attrgetter(*_HOOKS)
+    hooks_of = operator.attrgetter(*_HOOK_ATTRIBUTES)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

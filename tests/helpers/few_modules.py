@@ -18,11 +18,11 @@ def search_no_other_packages() -> None:
     """
     for title, module in list(sys.modules.items()):
         if "site-packages" in (getattr(module, "__file__", None) or ""):  # of any environment
-            places.NOT_SEARCHED.add(title.partition(".")[0])
+            places.SKIPPED_PACKAGES.add(title.partition(".")[0])
         elif not any(map(_may_be_of_torch, getattr(module, "__dict__", {}).values())):
-            places.NOT_SEARCHED.add(title)
-    places.NOT_SEARCHED.update(sys.stdlib_module_names)
-    places.NOT_SEARCHED.difference_update(("__main__", "__mp_main__"))  # pytest's
+            places.SKIPPED_PACKAGES.add(title)
+    places.SKIPPED_PACKAGES.update(sys.stdlib_module_names)
+    places.SKIPPED_PACKAGES.difference_update(("__main__", "__mp_main__"))  # pytest's
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)  # a collection for each 700 new objects took a twentieth of the time

@@ -34,8 +34,8 @@ _SWITCHES = {
 hides the loss of the others.
 """
 
-_OF_PYTHON = {"_fields", "_make", "_replace", "_getframe", "_current_frames"}
-"""Of namedtuples, and of sys; documented."""
+_OF_PYTHON = {"_fields", "_make", "_replace", "_getframe", "_current_frames", "_exit"}
+"""Of namedtuples, sys and os; documented."""
 
 
 def is_private(name: str) -> bool:

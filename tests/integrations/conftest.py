@@ -10,7 +10,7 @@ FRAMEWORKS = {"accelerate", "ignite", "lightning", "pytorch_lightning", "timm", 
 @pytest.fixture(autouse=True)
 def frameworks_are_searched():
     """Other tests pass over these modules: `tests/conftest.py`."""
-    left_out = places.NOT_SEARCHED & FRAMEWORKS
-    places.NOT_SEARCHED.difference_update(left_out)
+    left_out = places.SKIPPED_PACKAGES & FRAMEWORKS
+    places.SKIPPED_PACKAGES.difference_update(left_out)
     yield
-    places.NOT_SEARCHED.update(left_out)
+    places.SKIPPED_PACKAGES.update(left_out)

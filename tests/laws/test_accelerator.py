@@ -461,9 +461,11 @@ def test_what_is_told_of_a_training_is_what_is_told_on_the_cpu(watch, size, told
 def test_moments_are_the_devices_and_nothing_waits_for_them():
     tensor = torch.ones(2, device=NAME)
     here = tensor.device
-    device_figures.moment(here)  # asks once what the device can do
+    device_figures.record_time(here)  # asks once what the device can do
     with counted() as counts:
-        moments = [device_figures.moment(here), tensor + 1, device_figures.moment(here)][::2]
+        moments = [device_figures.record_time(here), tensor + 1, device_figures.record_time(here)][
+            ::2
+        ]
     assert counts.waits == 0
     assert device_figures.seconds_between(moments) == [0.001]  # a launch is a millisecond
 

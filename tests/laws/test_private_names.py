@@ -96,7 +96,7 @@ INSIDE = ("native", "torch_private")
 OF_OTHERS = {
     **dict.fromkeys(("_amp_state", "_clear_cache", "_deactivate", "_initialize"), "of apex"),
     **dict.fromkeys(("_is_active", "_loss_scale"), "of apex"),
-    **{"_exit": "of os", "_loss": "an end of names", "_scaler": "of timm"},
+    **{"_loss": "an end of names", "_scaler": "of timm"},
 }
 """Private names of ours that others have too; those of `ampatch/compat` are apex's."""
 

@@ -136,7 +136,7 @@ def test_initialize_says_once_what_a_build_would_give(advice):
     [line] = advice(native.Status(False, "not built", is_to_build=True))
     assert line == (
         "ampatch runs in Python. Its native part makes small steps at O1 about "
-        f"{native.GIVES} times as fast, with the same results: python -m ampatch build, once, "
+        f"{native.SPEEDUP} times as fast, with the same results: python -m ampatch build, once, "
         "takes half a minute."
     )
 

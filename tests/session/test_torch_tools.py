@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch
-from ampatch.casting.places import bound
+from ampatch.casting.places import bindings_of
 
 MODULES = 500
 PLACES = [
@@ -122,7 +122,7 @@ def test_the_modules_of_the_process_are_searched_once_for_all_tools(opt_level, m
         ampatch.deactivate()
 
     open_and_close()
-    search = calls_for_modules(lambda: bound([0]), monkeypatch)
+    search = calls_for_modules(lambda: bindings_of([0]), monkeypatch)
     assert search >= MODULES
     results = calls_for_modules(open_and_close, monkeypatch)
     assert results - 4 * search < MODULES / 2

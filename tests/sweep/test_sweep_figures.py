@@ -174,7 +174,7 @@ def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeyp
         behind.append(len(events) - 1 - events.index(moments[-1]))
         return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
-    monkeypatch.setattr(step_times, "moment", moment)
+    monkeypatch.setattr(step_times, "record_time", moment)
     monkeypatch.setattr(step_times, "seconds_between", seconds_between)
     times = step_times.StepTimes()
     for step in range(6 * BATCH):
@@ -193,7 +193,7 @@ def test_steps_are_timed_by_the_devices_events_which_are_read_long_after(monkeyp
 def test_of_two_optimizers_the_one_that_steps_most_is_timed(monkeypatch):
     """GANs: the discriminator's two steps and the generator's are one iteration of the script."""
     clock = iter(range(99))
-    monkeypatch.setattr(step_times, "moment", lambda device: float(next(clock)))
+    monkeypatch.setattr(step_times, "record_time", lambda device: float(next(clock)))
     times = step_times.StepTimes()
     for optimizer in (2, 1, 1, 2, 1, 1, 2, 1):
         times.record_step_end(optimizer, torch.device("cpu"))

@@ -23,7 +23,9 @@ def test_what_a_device_cannot_tell_is_told_by_the_host(monkeypatch):
     monkeypatch.setattr(device_figures, "accelerator", lambda: "xpu")
     monkeypatch.setattr(device_figures, "_has_timed_events", lambda kind: False)
     monkeypatch.setattr(device_figures, "synchronize", waits.append)
-    first, second = device_figures.seconds_between([device_figures.moment(there) for _ in range(3)])
+    first, second = device_figures.seconds_between(
+        [device_figures.record_time(there) for _ in range(3)]
+    )
     assert first >= 0 <= second and waits == [there] * 3
     silent = types.SimpleNamespace(device_count=lambda: 2)
     monkeypatch.setattr(device_figures, "_module", lambda kind: silent)

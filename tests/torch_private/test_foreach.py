@@ -30,7 +30,7 @@ def test_one_by_one_is_torchs_own(name):
     results = []
     for call in (
         getattr(torch, f"_foreach_{name}"),
-        lambda *a, **k: foreach.one_by_one(name, *a, **k),
+        lambda *a, **k: foreach.call_one_by_one(name, *a, **k),
     ):
         inputs = tensors([4.0, 9.0])
         returned = call(inputs, *others, **kwargs)
@@ -45,5 +45,5 @@ def test_every_function_here_is_compared():
 
 def test_weights_that_require_grad_are_written():
     weight = torch.nn.Parameter(torch.zeros(2))
-    foreach.one_by_one("copy_", [weight], [torch.ones(2)])
+    foreach.call_one_by_one("copy_", [weight], [torch.ones(2)])
     assert weight.tolist() == [1.0, 1.0]

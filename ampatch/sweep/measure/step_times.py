@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampatch.device_figures import moment, seconds_between
+from ampatch.device_figures import record_time, seconds_between
 from ampatch.sweep.measure.readings import BATCH
 from ampatch.torch_private.devices import can_read_without_sync
 
@@ -43,7 +43,7 @@ class StepTimes:
         """
         if self._device is None:
             self._device = device
-        self._unread_moments.append(moment(self._device))
+        self._unread_moments.append(record_time(self._device))
         if len(self._unread_moments) > 2 * BATCH:
             self._read(BATCH)  # these are long past, so the read does not wait for the device
         self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
