@@ -49,7 +49,7 @@ class AutocastOff:
         """
         self._replace_autocast()
         init = torch.amp.GradScaler.__init__
-        torch.amp.GradScaler.__init__ = _disabled(init)  # type: ignore[method-assign]
+        torch.amp.GradScaler.__init__ = _disable_scaler(init)  # type: ignore[method-assign]
         for name in dir(torch):
             if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
                 setattr(torch, name, self._refusing(name, getattr(torch, name)))
@@ -111,7 +111,7 @@ class AutocastOff:
             self.lines.append(line)
 
 
-def _disabled(init: Callable[..., None]) -> Callable[..., None]:
+def _disable_scaler(init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     @functools.wraps(init)

@@ -30,7 +30,7 @@ MIN_ROUNDS = 2  # with one round no speed can be told from O0's
 SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
 MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
 MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; two are not timed
-_USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
+_USABLE_FRACTION = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
 _THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
 _SHORTEST_OVERRUN = 1.1  # a size may take this factor of the shortest size's time
 
@@ -169,7 +169,7 @@ class Timings:
 
     def minutes_for(self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
         """The smallest budget that this size fits, in whole minutes."""
-        return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE)
+        return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE_FRACTION)
 
 
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
@@ -211,7 +211,7 @@ def choose_size(
         dataclasses.replace(size, seeds=max(size.seeds, min_seeds)) for size in sizes(wanted)
     )
     times = {size: timings.sweep_seconds(cases, size, ended) for size in possible}
-    limit = max(_USABLE * 60 * minutes, _SHORTEST_OVERRUN * min(times.values()))
+    limit = max(_USABLE_FRACTION * 60 * minutes, _SHORTEST_OVERRUN * min(times.values()))
     chosen = next(size for size, seconds in times.items() if seconds <= limit)
     if min_seeds and not chosen.tests_accuracy(wanted):
         smallest_to_test = [size for size in times if size.tests_accuracy(wanted)][-1]
