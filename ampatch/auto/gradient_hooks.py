@@ -75,7 +75,7 @@ def _defer_hook(hook: Callable, passes: BackwardPasses) -> Callable:
 
 
 def _show_unscaled(hook: Callable, passes: BackwardPasses) -> Callable:
-    """The hook, which gets the unscaled gradient; what it returns is scaled again."""
+    """A hook that gets the unscaled gradient; the gradient that `hook` returns is scaled again."""
 
     @functools.wraps(hook)
     def on_gradient(grad: Tensor) -> Tensor | None:

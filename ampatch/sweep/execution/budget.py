@@ -1,11 +1,11 @@
 """Estimates how long the trials of a sweep take, and chooses the size of plan that fits the budget.
 
-The size of a plan is its number of seeds and of rounds of timing.  `wanted` is the size without a
-time limit, `chosen` the one that fits the budget; `sizes` lists what is given up, in order.
+The size of a plan is its number of seeds and of timing rounds.  `wanted` is the size without a time
+limit, and `chosen` is the size that fits the budget.  `sizes` lists what is given up, in order.
 
-Until a row itself has run, its times are estimated from the first full run of O0 and the measured
-speed of each half dtype.  The size is chosen anew after each run, so a wrong estimate costs one
-run.  The choice depends only on the runs that have ended, so a resumed sweep chooses the same.
+Before a row has run, its times are estimated from the first full run of O0 and the measured speed
+of each half dtype.  A wrong estimate costs one run, because the size is chosen again after each
+run.  A resumed sweep makes the same choice, because only ended runs count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
-MIN_ROUNDS = 2  # with one round no speed can be told from O0's
+MIN_ROUNDS = 2  # one round cannot tell a speed from O0's
 SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
 MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
 MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; two are not timed
@@ -118,7 +118,7 @@ class Timings:
 
     @classmethod
     def of(cls, runs: Sequence[Run], half_speeds: Mapping[str, float]) -> Timings | None:
-        """The timings of these runs; None before a full run of O0 has gone well."""
+        """The timings of these runs; None before a full run of O0 has succeeded."""
         full_runs = [run for run in runs if not run.trial.short]
         good = [run for run in full_runs if status(run) == OK]
         bases = [run for run in good if run.case == BASE]
@@ -140,7 +140,7 @@ class Timings:
     def step_seconds(self, case: Case) -> float:
         """Seconds of a step of this row.
 
-        Before it has run: that of its dtype's slowest row, or O0's divided by the dtype's speed.
+        Before the row has run: those of the dtype's slowest row, or O0's over the dtype's speed.
         """
         measured = self.mean_step_seconds
         same_dtype = [seconds for other, seconds in measured.items() if other.dtype == case.dtype]
@@ -175,8 +175,8 @@ class Timings:
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     """The sizes to choose from, the best first.
 
-    They give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the second run
-    of O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing.
+    Later sizes give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the
+    second run of O0 in a round, seeds for a test of accuracy.  Each seed is a round of timing.
     """
     test_seeds = min(wanted.seeds, MIN_TEST_SEEDS)  # enough to test accuracy
     min_rounds = min(wanted.rounds, MIN_ROUNDS)

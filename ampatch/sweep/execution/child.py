@@ -1,4 +1,4 @@
-"""One trial of a sweep, in a process of its own.
+"""One trial of a sweep, in a separate process.
 
     python -m ampatch.sweep.execution.child REQUEST
 

@@ -75,6 +75,6 @@ def _first_error(files: RunFiles) -> str:
 
 
 def write_ending(error: str) -> None:
-    """Write how this rank ended, beside the file that torchrun has for its error."""
+    """Write how this rank ended, beside torchrun's error file for the rank."""
     path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING_FILE)
     write_json(path, {"error": error, "time": time.time()})

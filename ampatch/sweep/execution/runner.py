@@ -1,4 +1,4 @@
-"""Runs each trial in a process of its own, and waits for its end."""
+"""Runs each trial in a separate process, and waits until the process has ended."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Runner:
     in_copy: bool = False  # run each trial in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
-        """Run the script in a process of its own, and write what it measured to a file.
+        """Run the script in a separate process, and write the measurements to a file.
 
         The child and the processes it starts end with this call, also after an exception,
         and also when this process is killed.  Raises `Cancelled` if `control` was cancelled.

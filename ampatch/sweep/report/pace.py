@@ -1,13 +1,13 @@
 """The verdict on speed: which rows are faster or slower than O0 by more than the noise.
 
-The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0: it runs
-twice in each round, and the speed of its second run relative to the first should be 1.00.  The
-reach of O0, its noise, is the largest factor by which these speeds lie above or below 1.00, without
-the outer quartiles if the median is near 1.00.  If O0 ran once in each of three rounds or more, its
-runs of successive rounds are compared instead.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0.  O0 runs
+twice in each round, and the speed of the second run relative to the first should be 1.00.  The
+noise is called the reach of O0: the largest factor by which these speeds lie above or below 1.00.
+If their median is near 1.00, the outer quartiles do not count.  If O0 ran only once in
+each of at least three rounds, the runs of successive rounds are compared instead.
 
-In simulations with noise of 2 to 30 % this rule wrongly reports a speed-up in 2 % of sweeps, or in
-10 % with only two rounds.  One round shows nothing.
+In simulations with noise of 2 to 30 % this rule wrongly reports a speed-up in 2 % of sweeps;
+with only two rounds, in 10 %.  A single round gives no verdict.
 """
 
 from __future__ import annotations

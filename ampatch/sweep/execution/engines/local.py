@@ -1,4 +1,4 @@
-"""The engine of one machine: a thread for each running trial watches its process."""
+"""The engine of one machine: one thread per running trial watches the trial's process."""
 
 from __future__ import annotations
 
