@@ -14,7 +14,7 @@ def _unscale_each(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> No
         grad.mul_(inverse)
 
 
-_unscale_all = torch_attribute("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
+unscale_kernel = torch_attribute("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -28,7 +28,7 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
             _unscale_each(bfloat16_grads, found_inf, inverse)
             grads = [grad for grad in grads if grad.dtype is not torch.bfloat16]
     if grads:
-        _unscale_all(grads, found_inf, inverse)
+        unscale_kernel(grads, found_inf, inverse)
 
 
 update_scale_ = torch_attribute("torch._amp_update_scale_", None)

@@ -85,10 +85,10 @@ WRONG = [
     ("run --loss-scale", "argument --loss-scale: expected one argument"),
     ("run --stop-at any train.py", "--stop-at goes with --debug"),
     *(
-        (f"run --auto --opt-level {level} train.py", f"--auto with opt level {level}: it converts")
+        (f"run --auto --opt-level {level} train.py", f"--auto with opt level {level}: this level")
         for level in ("O2", "O3", "O5")
     ),
-    ("explain --auto --opt-level O2 train.py", "--auto with opt level O2: it converts"),
+    ("explain --auto --opt-level O2 train.py", "--auto with opt level O2: this level"),
     ("gradients --steps 0 train.py", "0 is not above 0"),
     ("gradients --steps few train.py", "--steps: 'few': expected a whole number"),
     ("gradients --lost 100 train.py", "100 is not at least 0 and below 100"),

@@ -335,7 +335,7 @@ def test_the_rule_is_that_of_the_paper_to_the_bit(rule):
 def test_gradients_that_cudas_kernel_does_not_take_are_unscaled_without_it(monkeypatch):
     """It has no bfloat16, at which it raises; the fake device has no values."""
     by_kernel = []
-    monkeypatch.setattr(amp_kernels, "_unscale_all", lambda grads, *_: by_kernel.extend(grads))
+    monkeypatch.setattr(amp_kernels, "unscale_kernel", lambda grads, *_: by_kernel.extend(grads))
     for device, left in (("cpu", 3), ("meta", 2)):
         grads = [
             torch.ones(2, dtype=dtype, device=device)

@@ -442,7 +442,10 @@ def test_trials_of_several_processes_get_as_many_devices(monkeypatch):
     ("options", "said"),
     [
         ({"engine": "rya"}, 'one of local, ray. Did you mean "ray"?'),
-        ({"devices": "cuda:0,cuda:7"}, "there is no cuda:7 on this machine, which has 2 of cuda"),
+        (
+            {"devices": "cuda:0,cuda:7"},
+            "there is no cuda:7 on this machine, which has 2 cuda",
+        ),
         ({"devices": "cuda:0,cuda:0"}, "expected different devices of one kind"),
         ({"devices": "cuda:0,xpu:0"}, "expected different devices of one kind"),
         ({"devices": "cuda"}, "--devices cuda: expected different devices of one kind"),
