@@ -1,4 +1,4 @@
-"""`loss.backward()` as a `scale_loss` block of its own.
+"""Each `loss.backward()` call as a separate `scale_loss` block.
 
 The script finds unscaled gradients in `.grad`, added to earlier gradients, as in FP32.  The session
 keeps the overflow flag until the step.

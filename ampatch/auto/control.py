@@ -65,7 +65,7 @@ def start(settings: dict[str, Any]) -> Session | None:
     if not session.scalers[0].is_one:
         gradient_hooks.install(patches, passes)
     for name in ("__init__", "__setstate__"):  # new optimizers, and copied or unpickled ones
-        patches.replace(Optimizer, name, lambda original: _then_manage(original, session))
+        patches.replace(Optimizer, name, lambda original: _manage_after(original, session))
     remover = _PatchRemover(session, patches)
     remover.stop_observing = ampatch.observe(remover)
     return session
@@ -86,7 +86,7 @@ class _PatchRemover:
             self.stop_observing()
 
 
-def _then_manage(original: Callable, session: Session) -> Callable:
+def _manage_after(original: Callable, session: Session) -> Callable:
     """Wrap a method of optimizers, so that the session manages the optimizer after the call."""
 
     @functools.wraps(original)

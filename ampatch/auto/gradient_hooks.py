@@ -18,8 +18,8 @@ from ..errors import AmpatchError
 from ..session.facade import PatchSet
 from .backward import BackwardPasses
 
-_WRAPPED = "_ampatch_gets_unscaled_gradients"
-_REFUSED = (
+_WRAPPED_ATTRIBUTE = "_ampatch_gets_unscaled_gradients"
+_REFUSED_METHODS = (
     (torch.Tensor, "retain_grad"),
     (nn.Module, "register_full_backward_hook"),
     (nn.Module, "register_full_backward_pre_hook"),
@@ -32,21 +32,21 @@ def install(patches: PatchSet, passes: BackwardPasses) -> None:
     def registering(wrap: Callable[..., Callable], original: Callable) -> Callable:
         @functools.wraps(original)
         def register(self: Tensor, hook: Callable) -> Any:
-            if not hasattr(hook, _WRAPPED):  # a tensor subclass calls this a second time
+            if not hasattr(hook, _WRAPPED_ATTRIBUTE):  # a tensor subclass calls this a second time
                 hook = wrap(hook, passes)
-                setattr(hook, _WRAPPED, True)
+                setattr(hook, _WRAPPED_ATTRIBUTE, True)
             return original(self, hook)
 
         return register
 
-    patches.replace(torch.Tensor, "register_hook", functools.partial(registering, _shown_unscaled))
+    patches.replace(torch.Tensor, "register_hook", functools.partial(registering, _show_unscaled))
     name = "register_post_accumulate_grad_hook"
-    patches.replace(torch.Tensor, name, functools.partial(registering, _deferred))
-    for owner, name in _REFUSED:
-        patches.replace(owner, name, functools.partial(_refusing, f"{owner.__name__}.{name}"))
+    patches.replace(torch.Tensor, name, functools.partial(registering, _defer_hook))
+    for owner, name in _REFUSED_METHODS:
+        patches.replace(owner, name, functools.partial(_refuse_call, f"{owner.__name__}.{name}"))
 
 
-def _refusing(name: str, original: Callable) -> Callable:
+def _refuse_call(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, Tensor) and name.endswith("retain_grad") and self.is_leaf:
@@ -61,7 +61,7 @@ def _refusing(name: str, original: Callable) -> Callable:
     return refuse
 
 
-def _deferred(hook: Callable, passes: BackwardPasses) -> Callable:
+def _defer_hook(hook: Callable, passes: BackwardPasses) -> Callable:
     """The hook, called at the end of a scaled pass."""
 
     @functools.wraps(hook)
@@ -74,8 +74,8 @@ def _deferred(hook: Callable, passes: BackwardPasses) -> Callable:
     return on_accumulated
 
 
-def _shown_unscaled(hook: Callable, passes: BackwardPasses) -> Callable:
-    """The hook, which gets the unscaled gradient; what it returns is scaled again."""
+def _show_unscaled(hook: Callable, passes: BackwardPasses) -> Callable:
+    """A hook that gets the unscaled gradient; the gradient that `hook` returns is scaled again."""
 
     @functools.wraps(hook)
     def on_gradient(grad: Tensor) -> Tensor | None:

@@ -22,9 +22,9 @@ from ..session.facade import PatchSet
 def install(patches: PatchSet) -> None:
     """Replace the entry points of AMP code by functions that raise."""
     for name in ("initialize", "init"):
-        patches.replace(ampatch, name, functools.partial(_refusing, f"ampatch.{name}"))
-    patches.replace(torch.amp.GradScaler, "__init__", _refusing_scaler)
-    patches.replace(autocast, "__enter__", _refusing_autocast)
+        patches.replace(ampatch, name, functools.partial(_refuse_call, f"ampatch.{name}"))
+    patches.replace(torch.amp.GradScaler, "__init__", _refuse_scaler)
+    patches.replace(autocast, "__enter__", _refuse_autocast)
 
 
 def _error(call: str, instead: str) -> AmpatchError:
@@ -33,7 +33,7 @@ def _error(call: str, instead: str) -> AmpatchError:
     )
 
 
-def _refusing(call: str, original: Callable) -> Callable:
+def _refuse_call(call: str, original: Callable) -> Callable:
     """A function that raises, also for `enabled=False`: `scale_loss` would use --auto's session."""
 
     @functools.wraps(original)
@@ -51,7 +51,7 @@ _INSTEAD_OF_TORCH = (
 )
 
 
-def _refusing_scaler(original: Callable) -> Callable:
+def _refuse_scaler(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -61,7 +61,7 @@ def _refusing_scaler(original: Callable) -> Callable:
     return __init__
 
 
-def _refusing_autocast(original: Callable) -> Callable:
+def _refuse_autocast(original: Callable) -> Callable:
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
         if self._enabled:

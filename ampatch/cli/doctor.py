@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from ampatch.diagnose.speed import Speed
 
 EXTRAS = (
-    "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy",
-    "ray", "tensorboard", "wandb",
+    "numpy", "rich", "matplotlib", "pandas", "scikit-learn", "scipy", "ray", "tensorboard", "wandb",
 )  # fmt: skip
-_ORDER = ("float16", "bfloat16", "float32")  # float32 shows the noise
-_SPEEDS = (
+_DTYPE_ORDER = ("float16", "bfloat16", "float32")  # float32 shows the noise
+_SPEEDS_INTRO = (
     "\nSpeed relative to FP32, forward and backward, with the range of three measurements.\n"
     "Above 1 is faster. A difference under 10 %, or a range that includes 1, is a tie."
 )
@@ -53,38 +52,39 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_dict(), indent=2))
         return 0
-    from ampatch.diagnose.speed import fast
+    from ampatch.diagnose.speed import faster_dtypes
 
-    for name, value in _rows(facts()):
+    for name, value in _fact_texts(facts()):
         print(f"{name:<22}{value}")
-    print(_SPEEDS)
-    for device, speeds in _measured().items():
-        for speed in sorted(speeds, key=lambda speed: _ORDER.index(speed.name)):
-            is_base = speed.name == _ORDER[-1]
+    print(_SPEEDS_INTRO)
+    for device, speeds in _measure_devices().items():
+        for speed in sorted(speeds, key=lambda speed: _DTYPE_ORDER.index(speed.name)):
+            is_base = speed.name == _DTYPE_ORDER[-1]
             note = "(against itself)" if is_base else f"{speed.name} {speed.verdict}"
             print(f"  {device:<6}{speed.name:<10}{speed.operation:<8}{speed.figure():<24}{note}")
-        print(f"  Faster than FP32 on {device}: {', '.join(fast(speeds)) or 'no half dtype'}.")
+        names = ", ".join(faster_dtypes(speeds)) or "no half dtype"
+        print(f"  Faster than FP32 on {device}: {names}.")
     return 0
 
 
 def as_dict() -> dict[str, Any]:
     """All facts and speeds, for JSON."""
-    from ampatch.diagnose.speed import fast
+    from ampatch.diagnose.speed import faster_dtypes
 
-    measured = _measured()
+    measured = _measure_devices()
     timed: dict[str, Any] = {device: {} for device in measured}
     for device, speeds in measured.items():
         for speed in speeds:
             timed[device].setdefault(speed.name, {})[speed.operation] = speed.as_dict()
-    best = {device: list(fast(speeds)) for device, speeds in measured.items()}
+    best = {device: list(faster_dtypes(speeds)) for device, speeds in measured.items()}
     return {**facts(), "speed": timed, "fast": best}
 
 
-def _measured() -> dict[str, list[Speed]]:
-    from ampatch.diagnose.speed import measure
+def _measure_devices() -> dict[str, list[Speed]]:
+    from ampatch.diagnose.speed import measure_speeds
     from ampatch.torch_private.devices import device_types
 
-    return {device: measure(device) for device in device_types()}
+    return {device: measure_speeds(device) for device in device_types()}
 
 
 def facts() -> dict[str, Any]:
@@ -115,9 +115,9 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _rows(listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _fact_texts(entries: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield pairs of a name and its value as text."""
-    for name, value in listed.items():
+    for name, value in entries.items():
         if name in ("versions", "extras", "environment"):
             missing = "not set" if name == "environment" else "not installed"
             yield from ((key, missing if text is None else text) for key, text in value.items())

@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def allow_interrupts() -> Iterator[None]:
     """Context manager in which SIGTERM raises `Terminated`."""
 
     def end(number: int, frame: object) -> None:
@@ -58,7 +58,7 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def interrupted(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
+def interrupt_message(error: KeyboardInterrupt, directory: Path) -> tuple[str, int]:
     """The message at the end of a command that can be resumed in `directory`, and its exit code."""
     is_term = isinstance(error, Terminated)
     ending = "Ended by SIGTERM" if is_term else "Interrupted"

@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    arguments, script_arguments = _split(argv)
+    arguments, script_arguments = _split_arguments(argv)
     parser = build_parser()
     _check_command(parser, arguments)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options.parser.error(_unrecognized(arguments, options, unknown))
+        options.parser.error(_unrecognized_message(arguments, options, unknown))
     options.arguments, options.argv = script_arguments, argv
     return int(options.command(options))
 
@@ -80,7 +80,7 @@ def _check_command(parser: argparse.ArgumentParser, arguments: list[str]) -> Non
     if word in ("-h", "--help", "--version", *NAMES):
         return
     if word.startswith("-"):
-        meant = _option_like(word, {"help", "version"}) or " Options of a command come after it."
+        meant = _similar_option(word, {"help", "version"}) or " Options of a command come after it."
         parser.error(f"unrecognized arguments: {word}.{meant}")
     meant = did_you_mean(word, NAMES)
     if word.endswith(".py"):
@@ -88,14 +88,14 @@ def _check_command(parser: argparse.ArgumentParser, arguments: list[str]) -> Non
     parser.error(f"there is no command {word!r}.{meant}\nExpected one of {', '.join(NAMES)}.")
 
 
-def _option_like(word: str, known: Iterable[str]) -> str:
+def _similar_option(word: str, known: Iterable[str]) -> str:
     name = word.partition("=")[0].lstrip("-")
     return did_you_mean(name, known, 0.75).replace('"', '"--', 1)
 
 
-def _unrecognized(words: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
+def _unrecognized_message(words: list[str], options: argparse.Namespace, unknown: list[str]) -> str:
     known = {*re.findall(r"--([\w-]+)", options.parser.format_help())} - {"help"}
-    meant = _option_like(unknown[0], known) if unknown[0].startswith("-") else ""
+    meant = _similar_option(unknown[0], known) if unknown[0].startswith("-") else ""
     message = f"unrecognized arguments: {' '.join(unknown)}.{meant}"
     if words[0] in WITH_SEPARATOR:
         remaining, recognized = list(unknown), []
@@ -111,7 +111,7 @@ def _unrecognized(words: list[str], options: argparse.Namespace, unknown: list[s
     return message
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     """The arguments of the command, and the arguments of the script: argparse would mix them.
 
     The script's arguments begin at `--` or, as for `run`, after SCRIPT or MODULE.

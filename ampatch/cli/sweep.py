@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import interrupted, interruptible
+from ampatch.cli.ending import allow_interrupts, interrupt_message
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
 from ampatch.cli.sweep_output import add_trackers, check_installed, write_files
@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
     lines = None if options.quiet else Lines(sys.stderr)
     code = 0
     try:
-        with interruptible():
+        with allow_interrupts():
             if not sweep.runs:  # a resumed sweep keeps the native part of its first trials
                 native_first.build()
             sweep.run(lines)
     except KeyboardInterrupt as error:
-        message, code = interrupted(error, sweep.directory)
+        message, code = interrupt_message(error, sweep.directory)
         print(message, file=sys.stderr, flush=True)  # who sent SIGTERM may not wait for the report
         stopped = ""
     except OSError as error:

@@ -7,16 +7,16 @@ import sys
 from typing import Any
 
 from ampatch.cli import native_first
-from ampatch.cli.ending import interrupted, interruptible
+from ampatch.cli.ending import allow_interrupts, interrupt_message
 from ampatch.cli.option_types import positive_count
 from ampatch.cli.script_options import add_program
 from ampatch.cli.sweep_options import add_options, construct
 from ampatch.cli.sweep_output import check_installed
 from ampatch.sweep.options import SHORT_DTYPES
 
-LEFT_OUT = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
+OMITTED_OPTIONS = ("levels", "dtypes", "overrides", "autocast", "steps", "budget")
 """Options of a sweep that a tuning does not have."""
-OTHER_TEXTS = {
+OPTION_TEXTS = {
     "seeds": "run the answer with seeds 0 to N-1, and candidates with half of them (default: 6; at "
     "least 4)",
     "rounds": "measure the speed of the answer, LEVEL and O0 in N rounds (default: 3)",
@@ -63,7 +63,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="try at most N candidates (default: 2 log2(n) + 8 for n modules)",
     )
-    add_options(parser, LEFT_OUT, OTHER_TEXTS)
+    add_options(parser, OMITTED_OPTIONS, OPTION_TEXTS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,11 +85,11 @@ def run(options: argparse.Namespace) -> int:
         say=lambda text: print(text, file=sys.stderr),
     )
     try:
-        with interruptible():
+        with allow_interrupts():
             native_first.build()
             answer = tuning.run()
     except KeyboardInterrupt as error:
-        message, code = interrupted(error, tuning.directory)
+        message, code = interrupt_message(error, tuning.directory)
         print(message, file=sys.stderr)
         return code
     except OSError as error:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..session import facade
 
 Groups = Sequence[dict[str, Any]]
-_INNER = "optimizer_state_dict"
+_INNER_STATE_KEY = "optimizer_state_dict"
 _MASTERS, _FLAT_MASTERS = "fp32_from_fp16", "fp32_groups_flat"
 
 
@@ -41,7 +41,7 @@ _ADAM = _ApexLayout(
     "amsgrad",
     frozenset(("exp_avg", "exp_avg_sq")),
 )
-_COUNTED_IN_GROUPS = {
+_GROUP_STEP_LAYOUTS = {
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
     torch.optim.Adagrad: _ApexLayout(frozenset(("step", "eps")), "lr_decay", frozenset(("sum",))),
@@ -61,16 +61,16 @@ def torch_layout(
     """
     values: list[tuple[Tensor, Tensor]] = []
     groups = optimizer.param_groups
-    if _INNER in state and _MASTERS in state:
+    if _INNER_STATE_KEY in state and _MASTERS in state:
         values = _master_values(state[_MASTERS], groups, is_in_half)
-        state = state[_INNER]
-    elif _INNER in state and _FLAT_MASTERS in state:
+        state = state[_INNER_STATE_KEY]
+    elif _INNER_STATE_KEY in state and _FLAT_MASTERS in state:
         raise ValueError(
             f"optimizer.load_state_dict(state): state[{_FLAT_MASTERS!r}] is a checkpoint of "
             "apex.contrib's FP16_Optimizer, which is not read. Load the weights of the model, and "
             "start the optimizer anew."
         )
-    layout = _COUNTED_IN_GROUPS.get(type(optimizer))
+    layout = _GROUP_STEP_LAYOUTS.get(type(optimizer))
     if layout is not None and _has_layout(state, layout):
         state = _steps_per_parameter(state, groups)
     return state, values

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampatch.torch_private import custom_ops
 
-_WIDER = {
+_WIDER_DTYPES = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
     torch.complex64: torch.complex128,
 }
@@ -42,9 +42,9 @@ def max_in_float64(func: Any, args: tuple, kwargs: dict) -> float | None:
 def _to_float64(value: Any) -> Any:
     """The arguments in float64 or complex128."""
     if isinstance(value, Tensor):
-        return value.to(_WIDER.get(value.dtype, value.dtype))
+        return value.to(_WIDER_DTYPES.get(value.dtype, value.dtype))
     if isinstance(value, torch.dtype):
-        return _WIDER.get(value, value)
+        return _WIDER_DTYPES.get(value, value)
     if isinstance(value, (list, tuple)):
         return [_to_float64(item) for item in value]
     if isinstance(value, dict):

@@ -19,9 +19,9 @@ SMALLEST_NORMAL = -14
 SMALLEST = -24
 """Exponents of float16's smallest normal and subnormal numbers."""
 
-_FLUSHED = -25  # 2**-25 lies halfway between 0 and 2**-24, and rounds to 0
-_LOWEST = -149  # the exponent of FP32's smallest positive number
-_BINS = 128 - _LOWEST + 1
+_FLUSHED_EXP = -25  # 2**-25 lies halfway between 0 and 2**-24, and rounds to 0
+_LOWEST_EXP = -149  # the exponent of FP32's smallest positive number
+_BINS = 128 - _LOWEST_EXP + 1
 _KINDS = ("zero", "not finite", "flushed", "subnormal", "flushed now", "subnormal now", "over now")
 
 
@@ -38,7 +38,7 @@ class Counts:
         finite = sizes[is_finite]
         sizes = finite[finite > 0]
         mantissa, exponent = torch.frexp(sizes)
-        bins = torch.bincount(exponent - (mantissa == 0.5).int() - _LOWEST, minlength=_BINS)
+        bins = torch.bincount(exponent - (mantissa == 0.5).int() - _LOWEST_EXP, minlength=_BINS)
         kinds = torch.stack(
             [
                 finite.numel() - (finite > 0).sum(),
@@ -60,7 +60,7 @@ class Counts:
             return Histogram()
         bins, kinds, largest = self._sums
         return Histogram(
-            {i + _LOWEST: n for i, n in enumerate(bins.tolist()) if n},
+            {i + _LOWEST_EXP: n for i, n in enumerate(bins.tolist()) if n},
             dict(zip(_KINDS, kinds.tolist(), strict=True)),
             largest.item(),
         )
@@ -99,7 +99,7 @@ class Histogram:
 
     def flushed_at(self, exponent: int) -> float:
         """The share that float16 flushes to zero at a loss scale of `2**exponent`."""
-        lost = sum(n for e, n in self.bins.items() if e + exponent <= _FLUSHED)
+        lost = sum(n for e, n in self.bins.items() if e + exponent <= _FLUSHED_EXP)
         return lost / self.counted if self.counted else 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -118,7 +118,7 @@ class Histogram:
         if not 0 <= lost < 1:
             raise ValueError(f"lost={lost!r}: expected a share of at least 0 and below 1.")
         highest = self.highest_exponent()
-        wanted = next(k for k in range(-_LOWEST + 1) if self.flushed_at(k) <= lost)
+        wanted = next(k for k in range(-_LOWEST_EXP + 1) if self.flushed_at(k) <= lost)
         exponent = min(wanted, highest)
         return Suggestion(2.0**exponent, self.flushed_at(exponent), wanted <= highest, lost)
 

@@ -29,7 +29,7 @@ from .tensors import ByStorage, storage_key, values
 CHECKED_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
-OVERWRITING = ("copy_", FOREACH_COPY)  # they do not read their first argument
+OVERWRITING_FUNCTIONS = ("copy_", FOREACH_COPY)  # they do not read their first argument
 MAX_NODES = 200_000  # nodes of the graph whose line of code is remembered
 _LIBRARIES = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -215,7 +215,7 @@ def _max_in_float64(
     # An inf among the inputs is of the user's code, or of an operator that was not seen.
     if not inputs_before.is_finite:
         return math.inf if inputs_before.origins else None
-    if custom_ops.base_name(func) in OVERWRITING:
+    if custom_ops.base_name(func) in OVERWRITING_FUNCTIONS:
         return inputs_before.largest
     return max_in_float64(func, *arguments)
 
@@ -238,7 +238,7 @@ def largest(tensors: list[Tensor]) -> float | None:
 
 def _tensors_read(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """The tensors that an operator reads, without those that it only writes."""
-    yield from _tensors(args[1:] if custom_ops.base_name(func) in OVERWRITING else args)
+    yield from _tensors(args[1:] if custom_ops.base_name(func) in OVERWRITING_FUNCTIONS else args)
     outs = custom_ops.out_arguments(func)
     yield from _tensors([value for name, value in kwargs.items() if name not in outs])
 

@@ -26,9 +26,9 @@ from .tensors import dtype_name
 
 MIN_ROUNDS = 12
 MAX_SECONDS = 1.0  # the rounds of an operation last at most this many seconds
-AGREEMENT = 0.03  # the largest difference between FP32's two timings, in each third
-MARGIN = 0.1  # a difference below 10 % is a tie
-CLEARLY_SLOW = 5  # a dtype that takes this many times as long as FP32 has only three rounds
+MAX_FP32_DIFFERENCE = 0.03  # the largest difference between FP32's two timings, in each third
+TIE_MARGIN = 0.1  # a difference below 10 % is a tie
+CLEARLY_SLOW_RATIO = 5  # a dtype that takes this many times as long as FP32 has only three rounds
 SMALLEST_SHOWN = 0.1  # lower speeds are shown as "under 0.1x"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _THIRDS = 3
@@ -51,9 +51,9 @@ class Speed:
     @property
     def verdict(self) -> str:
         """ "faster", "slower" or "tie"."""
-        if self.ratio > 1 + MARGIN and self.low > 1:
+        if self.ratio > 1 + TIE_MARGIN and self.low > 1:
             return "faster"
-        if self.ratio < 1 - MARGIN and self.high < 1:
+        if self.ratio < 1 - TIE_MARGIN and self.high < 1:
             return "slower"
         return "tie"
 
@@ -93,13 +93,13 @@ def half_speeds(device: str | None = None) -> HalfSpeeds:
     `device` is "cpu" or the type of an accelerator; None means the accelerator, or the CPU without
     one.
     """
-    speeds = measure(device or device_types()[-1])
+    speeds = measure_speeds(device or device_types()[-1])
     ratios = {dtype_name(t): [s.ratio for s in speeds if s.dtype is t] for t in HALF_DTYPES}
     lowest, highest = ({n: choose(values) for n, values in ratios.items()} for choose in (min, max))
-    return HalfSpeeds(fast(speeds), lowest, highest)
+    return HalfSpeeds(faster_dtypes(speeds), lowest, highest)
 
 
-def fast(speeds: list[Speed]) -> tuple[str, ...]:
+def faster_dtypes(speeds: list[Speed]) -> tuple[str, ...]:
     """Names of the half dtypes that are faster in some operation, and slower in none."""
     verdicts = {dtype_name(t): {s.verdict for s in speeds if s.dtype is t} for t in HALF_DTYPES}
     return tuple(
@@ -107,7 +107,7 @@ def fast(speeds: list[Speed]) -> tuple[str, ...]:
     )
 
 
-def measure(device: str) -> list[Speed]:
+def measure_speeds(device: str) -> list[Speed]:
     """Speeds of a matmul and a convolution, with their backward passes, in each dtype."""
     with ampatch.disable_casts(), _one_thread():
         dtypes = (torch.float32, *HALF_DTYPES)
@@ -157,10 +157,10 @@ class _Times:
     def agree(self) -> bool:
         """Whether FP32 is as fast as itself in each third of the rounds."""
         _, low, high = self.ratios(torch.float32)
-        return 1 - AGREEMENT < low and high < 1 + AGREEMENT
+        return 1 - MAX_FP32_DIFFERENCE < low and high < 1 + MAX_FP32_DIFFERENCE
 
     def is_clearly_slow(self, dtype: torch.dtype) -> bool:
-        return min(self.by_dtype[dtype]) > CLEARLY_SLOW * min(self.by_dtype[torch.float32])
+        return min(self.by_dtype[dtype]) > CLEARLY_SLOW_RATIO * min(self.by_dtype[torch.float32])
 
     def _ratio(self, dtype: torch.dtype, rounds: slice) -> float:
         first, fp32_again = min(self.by_dtype[torch.float32][rounds]), min(self.fp32_again[rounds])
@@ -180,12 +180,12 @@ def operations(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     matmul = leaf(side, side), leaf(side, side)
     conv = leaf(batch, channels, 16, 16), leaf(channels, channels, 3, 3)
     return {
-        "matmul": _training(torch.matmul, matmul),
-        "conv2d": _training(functools.partial(torch.nn.functional.conv2d, padding=1), conv),
+        "matmul": _training_call(torch.matmul, matmul),
+        "conv2d": _training_call(functools.partial(torch.nn.functional.conv2d, padding=1), conv),
     }
 
 
-def _training(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
+def _training_call(function: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
     result = function(*inputs)
     grad = torch.ones_like(result)
     return lambda: torch.autograd.grad(function(*inputs), inputs, grad)

@@ -87,13 +87,13 @@ class AmpatchAccelerator(Accelerator):
             name: value for name, value in arguments.items() if name in _ACCELERATOR_ARGUMENTS
         }
         mixed_precision = arguments.get("mixed_precision")
-        _refuse(mixed_precision, "an argument")
+        _refuse_precision(mixed_precision, "an argument")
         if mixed_precision is None:
             variable = "ACCELERATE_MIXED_PRECISION"
             set_by = f"{variable}, which accelerate launch and its config set"
-            _refuse(os.environ.get(variable), set_by)
+            _refuse_precision(os.environ.get(variable), set_by)
         super().__init__(**arguments)
-        _refuse(self.mixed_precision, "an earlier Accelerator of this process")
+        _refuse_precision(self.mixed_precision, "an earlier Accelerator of this process")
         if self.scaler_handler is not None:
             raise ValueError(
                 "AmpatchAccelerator(kwargs_handlers=[GradScalerKwargs(...)]): ampatch has a loss "
@@ -211,7 +211,7 @@ def _ids(optimizer: Any) -> Iterator[int]:
     return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _refuse(mixed_precision: Any, set_by: str) -> None:
+def _refuse_precision(mixed_precision: Any, set_by: str) -> None:
     """Raise `ValueError` if accelerate's own mixed precision is on."""
     if mixed_precision is not None and str(mixed_precision).lower() != "no":
         raise ValueError(

@@ -36,17 +36,17 @@ def ignore_precision(report: Callable[[str, Any], None]) -> None:
     """
 
     def construct(original: Callable, owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        precision = _take_precision(kwargs)
+        precision = _pop_precision(kwargs)
         if "16" in precision:
             report("bfloat16" if "bf16" in precision else "float16", sys._getframe(1))
         original(*args, **kwargs)
 
     for owner, modules in _LIGHTNING.items():
         for module in modules:
-            _wrap_later(module, f"{owner}.__init__", construct)
+            _wrap_at_import(module, f"{owner}.__init__", construct)
 
 
-def _take_precision(arguments: dict[str, Any]) -> str:
+def _pop_precision(arguments: dict[str, Any]) -> str:
     """Remove the argument `precision` and Lightning's precision plugins; return the precision."""
     plugins = arguments.get("plugins") or []
     listed = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
@@ -72,10 +72,10 @@ def wrap_backward(context: Callable[[Any], Any]) -> None:
         with context(args[0] if args else kwargs["loss"]):
             original(*args, **kwargs)
 
-    _wrap_later("accelerate.accelerator", "Accelerator.backward", backward)
+    _wrap_at_import("accelerate.accelerator", "Accelerator.backward", backward)
 
 
-def _wrap_later(module: str, name: str, wrapper: Callable) -> None:
+def _wrap_at_import(module: str, name: str, wrapper: Callable) -> None:
     """Wrap a function of a module, now or when it is imported."""
     wrapt.register_post_import_hook(
         lambda imported: wrapt.wrap_function_wrapper(imported, name, wrapper), module
@@ -85,18 +85,18 @@ def _wrap_later(module: str, name: str, wrapper: Callable) -> None:
 def _install_lightning() -> None:
     from .lightning import AmpatchPrecision
 
-    _with_plugin("Trainer", AmpatchPrecision)
+    _add_plugin("Trainer", AmpatchPrecision)
 
 
 def _install_fabric() -> None:
     from .lightning import AmpatchFabricPrecision
 
-    _with_plugin("Fabric", AmpatchFabricPrecision)
+    _add_plugin("Fabric", AmpatchFabricPrecision)
 
 
-def _with_plugin(owner: str, plugin: Callable[[], Any]) -> None:
+def _add_plugin(owner: str, plugin: Callable[[], Any]) -> None:
     def construct(original: Callable, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        _take_precision(kwargs)
+        _pop_precision(kwargs)
         kwargs["plugins"].append(plugin())
         original(*args, **kwargs)
 

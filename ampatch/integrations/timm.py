@@ -61,7 +61,7 @@ class AmpatchScaler:
         if not need_update:
             return
         if clip_grad is not None:
-            dispatch_clip_grad(_updated(optimizer, parameters), clip_grad, mode=clip_mode)
+            dispatch_clip_grad(_params(optimizer, parameters), clip_grad, mode=clip_mode)
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class AmpatchScaler:
         ampatch.load_state_dict(state_dict)
 
 
-def _updated(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
+def _params(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor] | None) -> list[Tensor]:
     """`parameters` as a list; if None, all that the step updates."""
     if parameters is None:
         return list(ampatch.master_params(optimizer))

@@ -42,7 +42,7 @@ from .process_end import end_gloo_at_exit
 SCALE_FILE = "ampatch.json"
 GRAD_SCALER_FILE = "scaler.pt"  # Trainer's, with fp16=True
 
-_EXTENDED = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
+_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "_save_scaler", "_load_scaler")
 _SUPPORTED_LAUNCHES = (
     DistributedType.NO,
     *(kind for kind in DistributedType if kind.value.startswith("MULTI")),
@@ -96,7 +96,7 @@ class AmpatchTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """The accelerator's `backward` scales the loss."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        _refuse(self.args, self.accelerator)
+        _refuse_settings(self.args, self.accelerator)
         backward = self.accelerator.backward
         self.accelerator.backward = functools.partial(self._ampatch_backward, backward)
 
@@ -127,7 +127,7 @@ class AmpatchTrainerMixin:
 
 
 def _check_version() -> None:
-    missing = [name for name in _EXTENDED if not hasattr(Trainer, name)]
+    missing = [name for name in _METHODS if not hasattr(Trainer, name)]
     if missing:
         raise AmpatchError(
             f"AmpatchTrainerMixin: the Trainer of transformers {transformers.__version__} has no "
@@ -135,7 +135,7 @@ def _check_version() -> None:
         )
 
 
-def _refuse(arguments: Any, accelerator: Any) -> None:
+def _refuse_settings(arguments: Any, accelerator: Any) -> None:
     """Raise for settings that contradict an opt level."""
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(arguments, name, False):

@@ -20,7 +20,7 @@ import torch
 
 from ampatch.config.opt_levels import LEVELS, did_you_mean_level, properties_for
 from ampatch.errors import did_you_mean
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import UNKNOWN_KIND, Kind
 from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
 
@@ -33,7 +33,7 @@ SEED_VARIABLE = "AMPATCH_SEED"
 
 def cases(
     levels: Iterable[str] | None, dtypes: Iterable[str], overrides: Iterable[str] = (),
-    autocast: bool = False, tf32: bool = False, kind: Kind = UNKNOWN,
+    autocast: bool = False, tf32: bool = False, kind: Kind = UNKNOWN_KIND,
 ) -> list[Case]:  # fmt: skip
     """The cases: every level in every dtype, O0 once.  `levels=None` means all of this kind.
 

@@ -139,4 +139,4 @@ class Kind:
         )
 
 
-UNKNOWN = Kind()
+UNKNOWN_KIND = Kind()

@@ -179,7 +179,7 @@ class Probe:
         )
         for probed, call in calls:
             try:
-                with self._autocast_off.lifted():
+                with self._autocast_off.allow_autocast():
                     sample = call.compare(self._half_mode())
             except RefusedInHalf as error:
                 probed.is_refused, probed.trouble = True, f"it does not run in half: {error}"

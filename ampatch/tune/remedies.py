@@ -16,7 +16,7 @@ import torch
 
 from ampatch.config.optimizer_eps import HALF_EPS
 from ampatch.config.overrides import matching_paths
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import UNKNOWN_KIND, Kind
 from ampatch.sweep.trial import Case
 from ampatch.tune.sensitivity import Findings, ranked
 
@@ -87,7 +87,9 @@ def case(level: Case, chosen: Iterable[Remedy], paths: Sequence[str]) -> Case:
     return Case(level.opt_level, level.dtype, settings=tuple(values.items()))
 
 
-def line(level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN) -> str:
+def line(
+    level: Case, chosen: Sequence[Remedy], paths: Sequence[str], kind: Kind = UNKNOWN_KIND
+) -> str:
     """The line to paste into a script of this `kind`, with a second line for `eps`."""
     arguments = {"opt_level": level.opt_level, "dtype": level.dtype, **settings(chosen)}
     keywords = [

@@ -57,9 +57,9 @@ def test_a_module_has_what_computes_and_no_other_name(name):
             exec(f"from {name} import {other}")
 
 
-@pytest.mark.parametrize("module", kernels.REFUSED)
+@pytest.mark.parametrize("module", kernels.REFUSED_MODULES)
 def test_what_does_not_compute_does_not_import(module):
-    assert kernels.REFUSED[module]  # a reason
+    assert kernels.REFUSED_MODULES[module]  # a reason
     with pytest.raises(ImportError, match=f"{module} is not part of ampatch's apex") as raised:
         importlib.import_module(module)
     assert replacement(module) in str(raised.value) and raised.value.name == module
@@ -80,7 +80,7 @@ def test_a_module_of_the_users_own_with_such_a_name_is_found_whenever_it_comes(
 def test_uninstall_takes_the_finders_out():
     compat.uninstall()
     assert not any(type(finder).__module__ == packages.__name__ for finder in sys.meta_path)
-    for module in (*kernels.REFUSED, "fused_adam_cuda"):
+    for module in (*kernels.REFUSED_MODULES, "fused_adam_cuda"):
         with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
             importlib.import_module(module)
 
@@ -98,7 +98,7 @@ def test_a_call_of_a_function_that_is_only_looked_up_names_what_to_use(name):
 
 def test_every_replacement_of_a_kernel_is_used():
     used = {replacement(f"amp_C.{name}") for name in MISSING}
-    used |= {replacement(name) for name in kernels.REFUSED}
+    used |= {replacement(name) for name in kernels.REFUSED_MODULES}
     used |= {replacement(f"{module}.other") for module in kernels.KERNELS}
     known = packages.REPLACEMENTS.items()
     assert {says for name, says in known if name.partition(".")[0] != "apex"} <= used

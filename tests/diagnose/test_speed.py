@@ -45,7 +45,7 @@ def machine(monkeypatch):
 def test_verdicts_on_an_idle_and_on_a_busy_machine(times, expected, fast, stalled, machine):
     seconds = dict(zip((torch.float32, *speed.HALF_DTYPES), (1e-3, *(1e-3 * t for t in times))))
     machine(seconds, stalled)
-    of_types = {timed.dtype: timed.verdict for timed in speed.measure("cpu")}
+    of_types = {timed.dtype: timed.verdict for timed in speed.measure_speeds("cpu")}
     assert (of_types[FLOAT16], of_types[BFLOAT16]) == expected
     assert of_types[torch.float32] == "tie"
     types = speed.half_speeds("cpu")
@@ -68,7 +68,7 @@ def test_verdicts_and_figures(ratio, low, high, verdict, figure):
     timed = speed.Speed("matmul", BFLOAT16, ratio, low, high)
     assert (timed.verdict, timed.figure()) == (verdict, figure)
     fast = speed.Speed("conv2d", BFLOAT16, 3.0, 3.0, 3.0)
-    assert speed.fast([timed, fast]) == (("bfloat16",) if verdict == "tie" else ())
+    assert speed.faster_dtypes([timed, fast]) == (("bfloat16",) if verdict == "tie" else ())
 
 
 def test_torch_is_measured_and_not_the_casts(monkeypatch):
@@ -85,6 +85,6 @@ def test_torch_is_measured_and_not_the_casts(monkeypatch):
 
     monkeypatch.setattr(speed, "operations", noting)
     threads = torch.get_num_threads()
-    speed.measure("cpu")
+    speed.measure_speeds("cpu")
     assert seen and all(seen)
     assert torch.get_num_threads() == threads

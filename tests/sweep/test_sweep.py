@@ -434,7 +434,7 @@ def test_trials_beside_each_other_run_in_copies(folder):
 
 
 def test_what_is_large_or_hidden_is_linked_and_a_copy_leaves_what_is_new(folder, monkeypatch):
-    monkeypatch.setattr(user_files, "LARGE", 5)
+    monkeypatch.setattr(user_files, "MIN_LINKED_BYTES", 5)
     Path("small").mkdir()
     Path("small/a").write_text("1234")
     Path("link").symlink_to("data")

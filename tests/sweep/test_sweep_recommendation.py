@@ -14,7 +14,7 @@ import pytest
 from sweep_made import made_sweep, trained
 
 from ampatch.sweep.execution.notes import tune_note
-from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN, Kind
+from ampatch.sweep.kinds import AMPATCH, NO_AMP, TORCH_AMP, UNKNOWN_KIND, Kind
 from ampatch.sweep.measure.run_record import Series
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.directions import direction
@@ -45,7 +45,7 @@ SO_FAR = "Stay with O0 for now. Speed:"
 AGAIN = {"short": True, "again": True}
 
 
-def advice(*rows, margin=None, base=SCORES, losses=LOSSES, kind=UNKNOWN):
+def advice(*rows, margin=None, base=SCORES, losses=LOSSES, kind=UNKNOWN_KIND):
     """What is said of O0 and of rows `(level, gains, losses, speed)`; O0 agrees with itself."""
     runs = runs_of("O0", base, losses) + runs_of("O0", base, losses, **AGAIN)
     for level, gains, its_losses, speed in rows:
@@ -208,7 +208,7 @@ WORSE = Row("O1-bfloat16", "O1", "bfloat16", outcome="worse")
 CRASHED = Row("O3-float16", "O3", "float16", status="crashed: RuntimeError", outcome="failed")
 DIVERGED = Row("O2-float16", "O2", "float16", status="diverged at step 3", outcome="failed")
 KILLED = Row("O3-float16", "O3", "float16", status="killed: by SIGKILL", outcome="failed")
-PLAN = SimpleNamespace(kind=UNKNOWN)
+PLAN = SimpleNamespace(kind=UNKNOWN_KIND)
 
 
 def note(*rows: Row, arguments=(), **options) -> str:

@@ -62,7 +62,7 @@ class Net(nn.Module):
         return self.body(self.holder(self.vanishing(x)))
 
 
-OFF = types.SimpleNamespace(lifted=contextlib.nullcontext)  # the script's torch.autocast
+OFF = types.SimpleNamespace(allow_autocast=contextlib.nullcontext)  # the script's torch.autocast
 
 
 def trained(folder, steps=30, last=None, probe=True, writes=True, **asked):

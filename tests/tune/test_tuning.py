@@ -14,7 +14,7 @@ from sweep_made import trained
 from ampatch.cli import main
 from ampatch.sweep import read_results
 from ampatch.sweep.json_files import write_json
-from ampatch.sweep.kinds import UNKNOWN
+from ampatch.sweep.kinds import UNKNOWN_KIND
 from ampatch.sweep.options import SweepOptions
 from ampatch.sweep.report.results import Results
 from ampatch.sweep.trial import BASE, Trial
@@ -38,7 +38,7 @@ class Trials:
 
     def __init__(self, cures, noise, lucky):
         self.cures, self.lucky, self.noise = set(cures), set(lucky), noise
-        self.probed, self.seeds, self.kind = [], collections.Counter(), UNKNOWN
+        self.probed, self.seeds, self.kind = [], collections.Counter(), UNKNOWN_KIND
         self.probe_ends = {}
 
     def __call__(self, script, arguments, *, rows, out, probe=None, **options):

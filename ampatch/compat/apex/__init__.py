@@ -84,7 +84,7 @@ def install(force: bool = False) -> None:
     """
     if is_installed():
         return
-    other = other_apex.find()
+    other = other_apex.find_other_apex()
     if other is None or (other.has_precedence and force):
         install_over(())
     elif other.has_precedence:
@@ -101,7 +101,7 @@ def install(force: bool = False) -> None:
 
 def install_unless_real() -> None:
     """`install()` without messages, unless another apex has an amp or is the user's own."""
-    other, were_shown = other_apex.find(), shows_without_handlers()
+    other, were_shown = other_apex.find_other_apex(), shows_without_handlers()
     if other is None or not other.has_precedence:
         install()
         show_without_handlers(were_shown)
@@ -133,7 +133,7 @@ def install_over(folders: Sequence[str]) -> None:
     modules["apex.amp.frontend"].Properties = state.Properties
     # The class and its module have the same name.
     modules["apex.parallel.LARC"].__class__ = _CallableLARC
-    finder = ApexFinder(modules, _hide(), others, Refusals(kernels.REFUSED))
+    finder = ApexFinder(modules, _hide(), others, Refusals(kernels.REFUSED_MODULES))
     sys.meta_path.insert(0, finder)
     sys.meta_path.append(finder.refusals)
     sys.modules.update(modules)

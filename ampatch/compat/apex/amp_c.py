@@ -39,60 +39,60 @@ def multi_tensor_l2norm(
     (tensors,) = tensor_lists
     if not tensors:
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
-    each = torch.stack(list(foreach.norm(_to_fp32(tensors))))
-    norm = torch.linalg.vector_norm(each).reshape(1)
+    norms = torch.stack(list(foreach.norm(_to_fp32(tensors))))
+    norm = torch.linalg.vector_norm(norms).reshape(1)
     noop_flag.masked_fill_(~norm.isfinite().all(), 1)
-    return norm, each if per_tensor else each[:0]
+    return norm, norms if per_tensor else norms[:0]
 
 
 @torch.no_grad()
 def multi_tensor_adam(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Sequence[list[Tensor]], *options: float
 ) -> None:
-    """A step of Adam (mode 0) or AdamW (1) on `[grads, params, first moments, second moments]`.
+    """A step of Adam (mode 0) or AdamW (1) on `[grads, params, exp_avg, exp_avg_sq]`.
 
     The options are lr, beta1, beta2, eps, step, mode, bias_correction and weight_decay.
     """
-    grads, params, first, second = tensor_lists
-    lr, beta1, beta2, eps, step, mode, is_corrected, decay = map(float, options)
-    grads, wide = _to_fp32(grads), _to_fp32(params)
+    grads, params, exp_avg, exp_avg_sq = tensor_lists
+    lr, beta1, beta2, eps, step, mode, bias_correction, decay = map(float, options)
+    grads, params32 = _to_fp32(grads), _to_fp32(params)
     if not params:
         return
     if mode == 1:
-        foreach.mul_(wide, 1 - lr * decay)
+        foreach.mul_(params32, 1 - lr * decay)
     elif decay:
-        grads = foreach.add(grads, wide, alpha=decay)
-    foreach.lerp_(first, grads, 1 - beta1)
-    foreach.mul_(second, beta2)
-    foreach.addcmul_(second, grads, grads, value=1 - beta2)
-    divisor = foreach.sqrt(second)
-    if is_corrected:
+        grads = foreach.add(grads, params32, alpha=decay)
+    foreach.lerp_(exp_avg, grads, 1 - beta1)
+    foreach.mul_(exp_avg_sq, beta2)
+    foreach.addcmul_(exp_avg_sq, grads, grads, value=1 - beta2)
+    divisor = foreach.sqrt(exp_avg_sq)
+    if bias_correction:
         foreach.mul_(divisor, (1 - beta2**step) ** -0.5)
         lr /= 1 - beta1**step
     foreach.add_(divisor, eps)
-    foreach.addcdiv_(wide, first, divisor, value=-lr)
-    if wide[0] is not params[0]:
-        foreach.copy_(params, wide)
+    foreach.addcdiv_(params32, exp_avg, divisor, value=-lr)
+    if params32[0] is not params[0]:
+        foreach.copy_(params, params32)
 
 
 @torch.no_grad()
 def adam(
-    param: Tensor, copy: Tensor, first: Tensor, second: Tensor, grad: Tensor, *options: float
+    param: Tensor, copy: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, *options: float
 ) -> None:
     """fused_adam_cuda's step, in place.  A `copy` that is not empty gets the new `param` too.
 
     The options are lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction and weight_decay.
-    The divisor is `sqrt(second + eps)` in mode 0 and `sqrt(second) + eps` in mode 1, without a
-    correction for the bias.
+    The divisor is `sqrt(exp_avg_sq + eps)` in mode 0 and `sqrt(exp_avg_sq) + eps` in mode 1,
+    without a correction for the bias.
     """
-    lr, beta1, beta2, eps, grad_scale, step, mode, is_corrected, decay = map(float, options)
+    lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay = map(float, options)
     grad = grad.float() / grad_scale
-    first.mul_(beta1).add_(grad, alpha=1 - beta1)
-    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    divisor = (second + eps).sqrt() if mode == 0 else second.sqrt() + eps
-    if is_corrected:
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    divisor = (exp_avg_sq + eps).sqrt() if mode == 0 else exp_avg_sq.sqrt() + eps
+    if bias_correction:
         lr *= (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    param.sub_(lr * (first / divisor + decay * param))
+    param.sub_(lr * (exp_avg / divisor + decay * param))
     if copy.numel():
         copy.copy_(param)
 

@@ -34,7 +34,7 @@ KERNELS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """The functions of each module, and why ampatch has it."""
 
-REFUSED = {
+REFUSED_MODULES = {
     "fused_dense_cuda": "apex.fused_dense alone imports it unguarded, and ampatch's does not",
     "mlp_cuda": "apex.mlp alone imports it unguarded, and ampatch's does not",
     "syncbn": "apex.parallel alone imports it, in a `try`; its kernels follow CUDA's layout",

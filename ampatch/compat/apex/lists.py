@@ -25,7 +25,7 @@ _NAMESPACES = {
     "torch_overrides": "torch",
     "tensor_overrides": "torch.Tensor",
 }
-_TABLED = {  # the namespaces of the op tables, by the public namespace
+_TABLES = {  # the namespaces of the op tables, by the public namespace
     "torch.nn.functional": ("torch.nn.functional", BUILTINS["torch.nn.functional"], "torch"),
     "torch": ("torch", BUILTINS["torch"]),
     "torch.Tensor": ("torch.Tensor",),
@@ -36,7 +36,7 @@ _LISTS = {  # a name in several lists follows the first of these
     "CASTS": Rule.PROMOTE,
     "SEQUENCE_CASTS": Rule.PROMOTE,
 }
-_SEQUENCES = ("cat", "stack", "hstack", "vstack", "dstack")
+_SEQUENCE_FUNCTIONS = ("cat", "stack", "hstack", "vstack", "dstack")
 _RULES = {
     **dict.fromkeys((Rule.HALF, Rule.CONTRACTION, Rule.POWER), Rule.HALF),
     **dict.fromkeys((Rule.FLOAT, Rule.FLOAT_UNLESS_DTYPE), Rule.FLOAT),
@@ -53,7 +53,7 @@ def contents() -> dict[str, Any]:
     """The contents of new modules by name: `MODULE` and the lists."""
     modules: dict[str, Any] = {}
     for title, namespace in _NAMESPACES.items():
-        values = {name: list(names) for name, names in _initial(namespace).items()}
+        values = {name: list(names) for name, names in _initial_lists(namespace).items()}
         values["MODULE"] = _resolve(namespace)
         modules[f"{PREFIX}.{title}"] = SimpleNamespace(
             **values, __all__=list(values), __doc__=f"The functions of {namespace} and their rules."
@@ -72,15 +72,15 @@ def edits() -> list[tuple[str, str, Rule | None]]:
         module = sys.modules.get(f"{PREFIX}.{title}")
         if module is None:
             continue
-        initial, edited = _rules(_initial(namespace)), _rules(vars(module))
+        initial, edited = _rules(_initial_lists(namespace)), _rules(vars(module))
         for name in sorted(initial.keys() | edited.keys()):
             if initial.get(name) is not edited.get(name):
-                _check(title, namespace, name, edited.get(name))
+                _check_edit(title, namespace, name, edited.get(name))
                 changes.append((namespace, name, edited.get(name)))
     return changes
 
 
-def _check(title: str, namespace: str, name: str, rule: Rule | None) -> None:
+def _check_edit(title: str, namespace: str, name: str, rule: Rule | None) -> None:
     if not hasattr(_resolve(namespace), name):
         raise AttributeError(
             f"amp.lists.{title}: {namespace} has no {name!r}. Expected names of its functions."
@@ -99,25 +99,25 @@ def _rules(lists: Any) -> dict[str, Rule]:
     return rules
 
 
-def _initial(namespace: str) -> dict[str, list]:
+def _initial_lists(namespace: str) -> dict[str, list]:
     lists: dict[str, list] = {name: [] for name in _LISTS}
     owner = _resolve(namespace)
     for name, rule in _rows(namespace):
         if rule is Rule.PROMOTE:
-            target = "SEQUENCE_CASTS" if name in _SEQUENCES else "CASTS"
+            target = "SEQUENCE_CASTS" if name in _SEQUENCE_FUNCTIONS else "CASTS"
         else:
             target = "FP16_FUNCS" if rule is Rule.HALF else "FP32_FUNCS"
         if hasattr(owner, name) and not any(name in names for names in lists.values()):
             lists[target].append(name)
     lists["BANNED_FUNCS"] = [
-        (name, row.why) for row in BANNED if row.where in _TABLED[namespace] for name in row.names
+        (name, row.why) for row in BANNED if row.where in _TABLES[namespace] for name in row.names
     ]
     return lists
 
 
 def _rows(namespace: str) -> Iterator[tuple[str, Rule]]:
     for row in (*APEX, *WHITELIST, *BLACKLIST, *PROMOTE):
-        if row.where in _TABLED[namespace] and row.rule in _RULES:
+        if row.where in _TABLES[namespace] and row.rule in _RULES:
             for name in row.names:
                 if not name.startswith("_") or name.startswith("__"):
                     yield name, _RULES[row.rule]

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_INSTALLED = {"site-packages", "dist-packages"}
+_INSTALL_FOLDERS = {"site-packages", "dist-packages"}
 _NVIDIA_PACKAGES = ("contrib", "multi_tensor_apply", "normalization")
 """Packages that every apex of NVIDIA has."""
 
@@ -36,19 +36,19 @@ class OtherApex:
 
     @property
     def has_precedence(self) -> bool:
-        """Whether ampatch's does not replace it: it has an amp, or it is the user's own."""
+        """Whether this apex stays importable, because it has an amp or is the user's own."""
         return self.has_amp or self._is_own
 
     @property
     def _is_own(self) -> bool:
-        """Whether it has code, is not installed by pip, and lacks the packages of NVIDIA's apex."""
-        if self.is_namespace or _INSTALLED.intersection(Path(self.path).parts):
+        """Whether it is the user's code: not installed by pip, without NVIDIA's packages."""
+        if self.is_namespace or _INSTALL_FOLDERS.intersection(Path(self.path).parts):
             return False
         paths = product(self.folders, _NVIDIA_PACKAGES)
         return not any(os.path.isdir(os.path.join(*path)) for path in paths)
 
     def message_of_replacement(self) -> str:
-        """The log message if ampatch's apex replaces it."""
+        """The log message if ampatch's apex replaces this apex."""
         if self.is_namespace:
             return (
                 f"ampatch's apex takes the place of {self.path}, which has no __init__.py and no "
@@ -74,7 +74,7 @@ def without_folder() -> Iterator[None]:
         sys.path[:] = original_path
 
 
-def find() -> OtherApex | None:
+def find_other_apex() -> OtherApex | None:
     """The apex that `import apex` finds while ampatch's is not installed, or None."""
     loaded = sys.modules.get("apex")
     with without_folder():

@@ -17,7 +17,7 @@ from .amp_c import multi_tensor_scale
 
 __all__ = ["LossScaler"]
 
-_PICKLED = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_loss_scale")
+_PICKLED_SETTINGS = ("loss_scale", "unskipped", "scale_seq_len", "min_loss_scale", "max_loss_scale")
 
 
 def _setting(name: str, default: Any, convert: Callable) -> Any:
@@ -79,11 +79,11 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         factor = getattr(self._scaler.settings, "growth_factor", 2.0)
-        saved = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED}
+        saved = {f"_{name}": getattr(self, f"_{name}") for name in _PICKLED_SETTINGS}
         return {**saved, "dynamic": self.dynamic, "scale_factor": factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED)
+        scale, clean, window, *limits = (state[f"_{name}"] for name in _PICKLED_SETTINGS)
         factor = state.get("scale_factor", 2.0)  # apex's pickles have no scale_factor
         loss_scale = "dynamic" if state["dynamic"] else scale
         LossScaler.__init__(self, loss_scale, scale, factor, window, *limits)

@@ -29,7 +29,7 @@ AUTOCAST_OF_ROWS = {
 }
 """Rows that autocast treats differently, by their first function."""
 AT_EVERY_LEVEL = "runs them in FP32 in its regions only."
-LEFT_ALONE = "has no cast"
+NO_CAST = "has no cast"
 """What autocast does for rows that only ampatch has, unless `AUTOCAST_OF_ROWS` says it."""
 
 APEX = {
@@ -62,7 +62,7 @@ _RULE_OF = {name: rule for rule, names in APEX.items() for name in names.split()
 
 def from_autocast(row: Row, is_extra: bool) -> str:
     """How autocast for CUDA treats the functions of a row differently, or nothing."""
-    by_rule = LEFT_ALONE if is_extra else AUTOCAST.get(row.rule, "")
+    by_rule = NO_CAST if is_extra else AUTOCAST.get(row.rule, "")
     return "" if row.done_by_torch else AUTOCAST_OF_ROWS.get(f"{row.where}.{row.names[0]}", by_rule)
 
 
@@ -74,7 +74,7 @@ def from_apex(row: Row) -> str:
     for name in row.names:
         rule = None if row.where in _NEWER else _RULE_OF.get(name)
         if rule is not _rule_of_apex(row.rule):
-            difference = LEFT_ALONE if rule is None else f"has the rule {rule.value}"
+            difference = NO_CAST if rule is None else f"has the rule {rule.value}"
             names_by_difference.setdefault(difference, []).append(name)
     return "; ".join(
         difference if len(names) == len(row.names) else f"{difference} for {' '.join(names)}"

@@ -17,9 +17,9 @@ import torch
 from .content import BESIDE_TABLES, RULES, TITLES, Entry
 
 _WIDTH = 88
-OTHERS = ("autocast", "apex")
+OTHER_LISTS = ("autocast", "apex")
 """Systems that an entry is compared with: `torch.autocast` for CUDA, and apex."""
-_NAMES = dict(zip(OTHERS, ("torch.autocast", "apex")))
+_NAMES = dict(zip(OTHER_LISTS, ("torch.autocast", "apex")))
 
 _HEAD = """\
 # What is cast: the operator tables
@@ -64,7 +64,7 @@ def _text(entry: Entry) -> str:
     native = "; PyTorch does this itself" if entry.native else ""
     lines = [f"{entry.rule}: {entry.where}{native}", _fill(" ".join(entry.names), 4)]
     lines.append(_fill(entry.why, 2))
-    for other in OTHERS:
+    for other in OTHER_LISTS:
         difference = getattr(entry, other)
         if difference:
             lines.append(_fill(f"{other}: {difference}", 2))
@@ -89,17 +89,17 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     lines.append("| rule | what it does |\n|---|---|")
     lines += [f"| {rule.value} | {meaning} |" for rule, meaning in RULES.items()]
     for table, rows in by_table.items():
-        usual = {name: _usual(getattr(entry, name) for entry in rows) for name in OTHERS}
-        lines.append(f"\n## {table}\n\n{TITLES[table]}{_elsewhere(usual)}\n")
+        usual = {name: _most_common(getattr(entry, name) for entry in rows) for name in OTHER_LISTS}
+        lines.append(f"\n## {table}\n\n{TITLES[table]}{_other_rules_text(usual)}\n")
         lines.append("| rule | functions | why | elsewhere |\n|---|---|---|---|")
         groups: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in rows:
             unusual = {
                 name: getattr(entry, name) or "does the same as ampatch"
-                for name in OTHERS
+                for name in OTHER_LISTS
                 if getattr(entry, name) != usual[name]
             }
-            columns = (entry.rule, entry.why, _elsewhere(unusual).strip())
+            columns = (entry.rule, entry.why, _other_rules_text(unusual).strip())
             groups.setdefault(columns, []).append(entry)
         lines += [_markdown(*columns, group) for columns, group in groups.items()]
     lines.append("\n## Beside the tables\n\n| what | why |\n|---|---|")
@@ -107,12 +107,12 @@ def write_markdown(entries: Iterable[Entry]) -> str:
     return "\n".join(lines)
 
 
-def _usual(texts: Iterable[str]) -> str:
+def _most_common(texts: Iterable[str]) -> str:
     """What most rows of a table say of another system."""
     return Counter(texts).most_common(1)[0][0]
 
 
-def _elsewhere(texts: dict[str, str]) -> str:
+def _other_rules_text(texts: dict[str, str]) -> str:
     """What other systems do, by their names, for those that differ."""
     return "".join(f" {_NAMES[name]} {text.rstrip('.')}." for name, text in texts.items() if text)
 

@@ -29,7 +29,7 @@ class Package(NamedTuple):
     fabric: Any
 
 
-def installed() -> list[Package]:
+def installed_packages() -> list[Package]:
     """The packages that are installed.  Raises `ImportError` if there is none."""
     packages = [
         Package(importlib.import_module(trainer), importlib.import_module(fabric))
@@ -47,7 +47,7 @@ def installed() -> list[Package]:
     return packages
 
 
-PACKAGES = installed()
+PACKAGES = installed_packages()
 
 
 class Plugin:

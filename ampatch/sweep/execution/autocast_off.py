@@ -38,7 +38,7 @@ class AutocastOff:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.dtypes: list[str] = []
-        self._is_lifted = False
+        self._is_allowed = False
         self._requested_dtypes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -49,19 +49,19 @@ class AutocastOff:
         """
         self._replace_autocast()
         init = torch.amp.GradScaler.__init__
-        torch.amp.GradScaler.__init__ = _disabled(init)  # type: ignore[method-assign]
+        torch.amp.GradScaler.__init__ = _disable_scaler(init)  # type: ignore[method-assign]
         for name in dir(torch):
             if re.fullmatch(r"set_autocast_(\w+_)?enabled", name) and "cache" not in name:
-                setattr(torch, name, self._refusing(name, getattr(torch, name)))
+                setattr(torch, name, self._refuse_switch(name, getattr(torch, name)))
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def allow_autocast(self) -> Iterator[None]:
         """Context manager in which torch.autocast works, for regions that ampatch enters."""
-        self._is_lifted = True
+        self._is_allowed = True
         try:
             yield
         finally:
-            self._is_lifted = False
+            self._is_allowed = False
 
     def _replace_autocast(self) -> None:
         init, enter = torch.autocast.__init__, torch.autocast.__enter__
@@ -71,7 +71,7 @@ class AutocastOff:
             region: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
             cache_enabled: bool | None = None,
         ) -> None:  # fmt: skip
-            if self._is_lifted:
+            if self._is_allowed:
                 init(region, device_type, dtype, enabled, cache_enabled)
                 return
             if enabled:
@@ -91,10 +91,10 @@ class AutocastOff:
         torch.autocast.__init__ = __init__
         torch.autocast.__enter__ = __enter__
 
-    def _refusing(self, name: str, switch: Callable[..., None]) -> Callable[..., None]:
+    def _refuse_switch(self, name: str, switch: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(switch)
         def set_autocast_enabled(*args: Any, **named: Any) -> None:
-            if named.get("enabled", args[-1] if args else False) and not self._is_lifted:
+            if named.get("enabled", args[-1] if args else False) and not self._is_allowed:
                 raise AmpatchError(
                     f"torch.{name}(True): a sweep cannot switch this off at O0. Expected a region: "
                     "with torch.autocast(...)."
@@ -111,7 +111,7 @@ class AutocastOff:
             self.lines.append(line)
 
 
-def _disabled(init: Callable[..., None]) -> Callable[..., None]:
+def _disable_scaler(init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     @functools.wraps(init)

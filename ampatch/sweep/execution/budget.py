@@ -1,11 +1,11 @@
 """Estimates how long the trials of a sweep take, and chooses the size of plan that fits the budget.
 
-The size of a plan is its number of seeds and of rounds of timing.  `wanted` is the size without a
-time limit, `chosen` the one that fits the budget; `sizes` lists what is given up, in order.
+The size of a plan is its number of seeds and of timing rounds.  `wanted` is the size without a time
+limit, and `chosen` is the size that fits the budget.  `sizes` lists what is given up, in order.
 
-Until a row itself has run, its times are estimated from the first full run of O0 and the measured
-speed of each half dtype.  The size is chosen anew after each run, so a wrong estimate costs one
-run.  The choice depends only on the runs that have ended, so a resumed sweep chooses the same.
+Before a row has run, its times are estimated from the first full run of O0 and the measured speed
+of each half dtype.  A wrong estimate costs one run, because the size is chosen again after each
+run.  A resumed sweep makes the same choice, because only ended runs count.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ampatch.sweep.trial import BASE, Case, Trial
 
 DEFAULT_MINUTES = 10.0
 DEFAULT_SEEDS = 5  # enough to show most differences of 1 %
-MIN_ROUNDS = 2  # with one round no speed can be told from O0's
+MIN_ROUNDS = 2  # one round cannot tell a speed from O0's
 SHORT_RUN_SECONDS = 3.0  # seconds of training in a short run, which only measures time
 MIN_SHORT_STEPS = 24  # steps of a short run; a quarter of them is the warm-up
 MIN_TIMED_STEPS = 6  # steps of a short run if only O0 has a full run; two are not timed
-_USABLE = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
+_USABLE_FRACTION = 0.95  # fraction of the budget that runs may fill; the rest is time between runs
 _THIRD_SEED_OVERRUN = 1.25  # a third seed may take the sweep to this factor of its budget
 _SHORTEST_OVERRUN = 1.1  # a size may take this factor of the shortest size's time
 
@@ -118,7 +118,7 @@ class Timings:
 
     @classmethod
     def of(cls, runs: Sequence[Run], half_speeds: Mapping[str, float]) -> Timings | None:
-        """The timings of these runs; None before a full run of O0 has gone well."""
+        """The timings of these runs; None before a full run of O0 has succeeded."""
         full_runs = [run for run in runs if not run.trial.short]
         good = [run for run in full_runs if status(run) == OK]
         bases = [run for run in good if run.case == BASE]
@@ -140,7 +140,7 @@ class Timings:
     def step_seconds(self, case: Case) -> float:
         """Seconds of a step of this row.
 
-        Before it has run: that of its dtype's slowest row, or O0's divided by the dtype's speed.
+        Before the row has run: those of the dtype's slowest row, or O0's over the dtype's speed.
         """
         measured = self.mean_step_seconds
         same_dtype = [seconds for other, seconds in measured.items() if other.dtype == case.dtype]
@@ -169,14 +169,14 @@ class Timings:
 
     def minutes_for(self, cases: Sequence[Case], size: PlanSize, ended: Collection[Trial]) -> int:
         """The smallest budget that this size fits, in whole minutes."""
-        return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE)
+        return math.ceil(self.sweep_seconds(cases, size, ended) / 60 / _USABLE_FRACTION)
 
 
 def sizes(wanted: PlanSize) -> Iterator[PlanSize]:
     """The sizes to choose from, the best first.
 
-    They give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the second run
-    of O0 in each round, and seeds that a test of accuracy needs.  Each seed is a round of timing.
+    Later sizes give up, in this order: seeds beyond `MIN_TEST_SEEDS`, rounds of timing, O3, the
+    second run of O0 in a round, seeds for a test of accuracy.  Each seed is a round of timing.
     """
     test_seeds = min(wanted.seeds, MIN_TEST_SEEDS)  # enough to test accuracy
     min_rounds = min(wanted.rounds, MIN_ROUNDS)
@@ -211,7 +211,7 @@ def choose_size(
         dataclasses.replace(size, seeds=max(size.seeds, min_seeds)) for size in sizes(wanted)
     )
     times = {size: timings.sweep_seconds(cases, size, ended) for size in possible}
-    limit = max(_USABLE * 60 * minutes, _SHORTEST_OVERRUN * min(times.values()))
+    limit = max(_USABLE_FRACTION * 60 * minutes, _SHORTEST_OVERRUN * min(times.values()))
     chosen = next(size for size, seconds in times.items() if seconds <= limit)
     if min_seeds and not chosen.tests_accuracy(wanted):
         smallest_to_test = [size for size in times if size.tests_accuracy(wanted)][-1]

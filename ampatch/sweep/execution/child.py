@@ -1,4 +1,4 @@
-"""One trial of a sweep, in a process of its own.
+"""One trial of a sweep, in a separate process.
 
     python -m ampatch.sweep.execution.child REQUEST
 
@@ -49,7 +49,7 @@ from ampatch.sweep.execution.recognition import Recognition
 from ampatch.sweep.execution.runner import Runner, TrialProgress
 from ampatch.sweep.execution.seeding import ScriptSeeds, seed_everything, skip_random_draws
 from ampatch.sweep.json_files import from_json, write_json
-from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
+from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN_KIND, Kind
 from ampatch.sweep.measure.recorder import Recorder
 from ampatch.sweep.measure.run_record import Measured
 from ampatch.sweep.trial import AS_IT_IS, BASE, Case, Trial
@@ -179,7 +179,7 @@ class _TrainingSetup:
 
     def kind(self) -> Kind:
         """The kind of the script, if this run recognizes it."""
-        return UNKNOWN if self._recognition is None else self._recognition.kind
+        return UNKNOWN_KIND if self._recognition is None else self._recognition.kind
 
     def casts_nothing(self) -> bool:
         """Whether the script ran as under `run --auto`, and nothing was cast."""

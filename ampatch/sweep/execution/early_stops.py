@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN, Kind
+from ampatch.sweep.kinds import FRAMEWORK, FRAMEWORKS, LATE, UNKNOWN_KIND, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.report.numbers import pluralize
 from ampatch.sweep.report.run_figures import DIVERGED, NO_STEP, NO_TRAINING, OK, status, status_name
@@ -14,7 +14,7 @@ from ampatch.sweep.trial import BASE
 WRONG_ARGUMENTS = 2  # the exit status of argparse
 LAST_LINES = 12  # output lines shown with a crash
 _WITHOUT_ENOUGH_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate")
-_MAY_RESUME = (
+_RESUME_HINT = (
     " The script may resume from a file that was there before, such as a checkpoint of an earlier "
     "trial. Give each trial its own folder, which is empty when it begins: -- --checkpoints "
     "{trial_dir}, or the variable AMPATCH_TRIAL_DIR in the script."
@@ -38,7 +38,7 @@ def reason_to_stop(script: str, earlier: Sequence[Run], run: Run, log: Path) -> 
         return ""
     if run_status.startswith((NO_TRAINING, NO_STEP)) and not run.steps:
         measured = (earlier_run.measured for earlier_run in earlier)
-        kind = next((m.kind for m in measured if m), UNKNOWN)
+        kind = next((m.kind for m in measured if m), UNKNOWN_KIND)
         if kind.name == FRAMEWORK and run.measured and run.measured.opt_level is None:
             return (
                 f"{script} trains by {FRAMEWORKS[kind.framework].title}, and the sweep could not "
@@ -65,7 +65,7 @@ def _hint(run: Run, kind: Kind) -> str:
     if run.measured is None or run.measured.properties.get("enabled") == "False":
         return ""
     is_unknown = run.measured.opt_level is None and not (run.case == BASE or kind.lacks_initialize)
-    return f" {kind.needs}.{_HOW_TO_FIND_OUT}" if is_unknown else _MAY_RESUME
+    return f" {kind.needs}.{_HOW_TO_FIND_OUT}" if is_unknown else _RESUME_HINT
 
 
 def lacks_memory(message: str) -> bool:
@@ -77,7 +77,7 @@ def failure_text(run: Run, log: Path) -> str:
     """How a run failed, and the end of its output.  An error in the output is not repeated."""
     run_status, output = status(run), last_lines(log)
     is_stepless = run_status.startswith(NO_STEP)
-    hint = f" The script may catch its errors.{_MAY_RESUME}" if is_stepless else ""
+    hint = f" The script may catch its errors.{_RESUME_HINT}" if is_stepless else ""
     if not output:
         return f"{run.trial.label} {run_status}.{hint} It printed nothing."
     if run_status.partition(": ")[2] in output:

@@ -1,7 +1,7 @@
 """Where a trial runs: alone or beside others, on which devices, with which variables.
 
-An engine gives each trial its `Placement`; `runner.py` makes the environment of the process from
-it, and records it in the `Run`.
+An engine gives each trial a `Placement`.  `runner.py` makes the environment of the process from
+this placement, and records the placement in the `Run`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ THREADS = "OMP_NUM_THREADS"
 class Placement:
     """Where a trial runs.
 
-    With `alone` no other trial of the sweep uses its devices (on a CPU: its machine) meanwhile.
-    `devices` are names such as "cuda:1"; if empty, the script sees all devices of the machine.
-    `variables` are set in the trial's environment; variables with the value None are removed.
+    With `alone`, no other trial of the sweep uses the same devices (on a CPU: the same machine) at
+    the same time.  `devices` are names such as "cuda:1"; if empty, the script sees all devices.
+    `variables` are set in the trial's environment; a variable with the value None is removed.
     """
 
     alone: bool = True
@@ -63,7 +63,7 @@ def device_groups(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 
 def _visible(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows only these devices, numbered among the devices visible now."""
+    """The variable that shows only these devices, which are numbered among those visible now."""
     if not devices:
         return {}
     name = VISIBLE_DEVICES[devices[0].partition(":")[0]]

@@ -16,7 +16,7 @@ from ampatch.sweep.execution import budget
 from ampatch.sweep.execution.budget import MIN_TIMED_STEPS, PlanSize, Timings
 from ampatch.sweep.execution.half_dtypes import measure_half_dtypes
 from ampatch.sweep.json_files import from_json
-from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN, Kind
+from ampatch.sweep.kinds import NO_AMP, TORCH_AMP, UNKNOWN_KIND, Kind
 from ampatch.sweep.measure.run_record import Run
 from ampatch.sweep.options import ROUNDS, SweepOptions
 from ampatch.sweep.report.numbers import pluralize
@@ -36,9 +36,9 @@ class Plan:
     def __init__(self, options: SweepOptions, earlier: Results | None) -> None:
         self._options = options
         self._recorded = recorded = {} if earlier is None else {**earlier.settings, **earlier.plan}
-        self.kind: Kind = (
-            from_json(Kind, recorded["kind"]) if "kind" in recorded else options.kind or UNKNOWN
-        )
+        self.kind: Kind = options.kind or UNKNOWN_KIND
+        if "kind" in recorded:
+            self.kind = from_json(Kind, recorded["kind"])
         self.dtypes: Sequence[str] = options.dtypes or DTYPES
         self.cases = self._make_cases()  # raises before anything is measured
         self._minutes = self._budget(self.cases)

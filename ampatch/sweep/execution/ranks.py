@@ -17,7 +17,7 @@ from ampatch.sweep.execution.directory import RunFiles
 from ampatch.sweep.json_files import read_json, write_json
 from ampatch.sweep.measure.run_record import Measured
 
-_ENDING = "ending.json"
+_ENDING_FILE = "ending.json"
 _ROOT_CAUSE = re.compile(
     r"Root Cause.*?^\s*rank\s*: (?P<rank>\d+).*?^\s*exitcode\s*: (?P<code>-\d+)\b", re.S | re.M
 )
@@ -64,7 +64,7 @@ def _first_error(files: RunFiles) -> str:
         name = signal.Signals(-int(cause["code"])).name
         return f"rank {cause['rank']}: killed by {name}"
     errors = []
-    for path in files.ranks.glob(f"*/attempt_*/*/{_ENDING}"):
+    for path in files.ranks.glob(f"*/attempt_*/*/{_ENDING_FILE}"):
         ending = read_json(path)
         if ending["error"]:
             errors.append((ending["time"], f"rank {path.parent.name}: {ending['error']}"))
@@ -75,6 +75,6 @@ def _first_error(files: RunFiles) -> str:
 
 
 def write_ending(error: str) -> None:
-    """Write how this rank ended, beside the file that torchrun has for its error."""
-    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING)
+    """Write how this rank ended, beside torchrun's error file for the rank."""
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING_FILE)
     write_json(path, {"error": error, "time": time.time()})

@@ -1,4 +1,4 @@
-"""Runs each trial in a process of its own, and waits for its end."""
+"""Runs each trial in a separate process, and waits until the process has ended."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ampatch.sweep.execution.directory import DIRECTORY_VARIABLE, RunFiles
 from ampatch.sweep.execution.placement import Placement
 from ampatch.sweep.execution.warm_starts import POLL, ForkedTrial, WarmStarts
 from ampatch.sweep.json_files import from_json, read_json, to_json, write_json
-from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN, Kind
+from ampatch.sweep.kinds import FRAMEWORK, UNKNOWN_KIND, Kind
 from ampatch.sweep.measure.output_metrics import read_metrics
 from ampatch.sweep.measure.run_record import Measured, Run
 from ampatch.sweep.trial import BASE, Trial
 
-GRACE = 10.0  # seconds from SIGTERM to SIGKILL, in which a child writes what it measured
+GRACE_SECONDS = 10.0  # seconds from SIGTERM to SIGKILL, in which a child writes what it measured
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrialProgress:
 
     steps: int
     loss: float | None = None
-    kind: Kind = UNKNOWN
+    kind: Kind = UNKNOWN_KIND
 
 
 class Cancelled(Exception):
@@ -50,9 +50,9 @@ class Cancelled(Exception):
 class TrialControl:
     """Passed to `Runner.run`: calls `report` with new progress, and can end the trial.
 
-    Another thread ends the trial by setting the event `cancelled`; the script then has `GRACE`
-    seconds to end.  Setting `killed` as well cuts this wait short.  With `warm` the trial is forked
-    from a process that has imported torch, if possible.
+    Another thread ends the trial by setting the event `cancelled`; the script then has
+    `GRACE_SECONDS` to end.  Setting `killed` as well cuts this wait short.  With `warm` the trial
+    is forked from a process that has imported torch, if possible.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runner:
     steps: int | None = None  # optimizer steps after which a script without {steps} is ended
     metrics: Mapping[str, str] | None = None  # names and regular expressions for the output
     timeout: float | None = None  # seconds
-    kind: Kind = UNKNOWN  # kind of the script
+    kind: Kind = UNKNOWN_KIND  # kind of the script
     override_seeds: bool = False  # derive the script's seeds from the trial's
     processes: int | None = None  # torchrun processes per trial; None: one without torchrun
     probe: tuple[str, str] | None = None
@@ -95,7 +95,7 @@ class Runner:
     in_copy: bool = False  # run each trial in a copy of the current folder
 
     def run(self, trial: Trial, control: TrialControl, placement: Placement) -> Run:
-        """Run the script in a process of its own, and write what it measured to a file.
+        """Run the script in a separate process, and write the measurements to a file.
 
         The child and the processes it starts end with this call, also after an exception,
         and also when this process is killed.  Raises `Cancelled` if `control` was cancelled.
@@ -220,10 +220,10 @@ def _wait(
 
 
 def _end(child: subprocess.Popen[bytes] | ForkedTrial, control: TrialControl) -> None:
-    """Send SIGTERM to the child's process group, and SIGKILL after `GRACE` seconds."""
+    """Send SIGTERM to the child's process group, and SIGKILL after `GRACE_SECONDS`."""
     _signal(child, signal.SIGTERM)
     try:
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE_SECONDS
         while child.poll() is None and time.monotonic() < deadline and not control.killed.is_set():
             time.sleep(POLL)
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MAX_FILES = 50_000  # files whose modification times are compared
-LARGE = 2**30  # bytes; an entry of the folder of this size is linked, not copied
+MIN_LINKED_BYTES = 2**30  # bytes; an entry of the folder of this size is linked, not copied
 _IGNORED = ("ampatch-sweep", "ampatch-tune", "__pycache__")
 
 
@@ -43,7 +43,7 @@ def linked_entries(folder: Path, excluded: Path) -> list[str]:
         for path in folder.iterdir()
         if path.is_symlink()
         or (path.is_dir() and path.name.startswith("."))
-        or _size(path, excluded) >= LARGE
+        or _size(path, excluded) >= MIN_LINKED_BYTES
     )
 
 

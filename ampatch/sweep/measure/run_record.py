@@ -13,7 +13,7 @@ from typing import Any
 
 from ampatch.log import logger
 from ampatch.sweep.json_files import from_json, read_json, to_json
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import UNKNOWN_KIND, Kind
 from ampatch.sweep.trial import Case, Trial
 
 FORMAT = 4  # increased whenever readers of the files have to change
@@ -58,7 +58,7 @@ class Measured:
     own_seed: str = ""  # the script's first call that set a seed other than the trial's
     autocast_off: list[str] = field(default_factory=list)  # lines whose autocast regions were off
     casts_nothing: bool = False  # True if O1 cast nothing, as the script trains no nn.Module
-    kind: Kind = UNKNOWN  # kind of the script, if this run had to recognize it
+    kind: Kind = UNKNOWN_KIND  # kind of the script, if this run had to recognize it
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Step times: from the end of an optimizer step to the end of the next.
 
-On an accelerator the ends are events in the stream, because the host runs ahead of the device.
+On an accelerator, each end is an event in the stream, because the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _StepEnd(NamedTuple):
     """The end of a step."""
 
     optimizer: int  # id of the optimizer
-    cpu_seconds: float  # CPU time until then, of all threads of the process
-    pauses: int  # number of pauses until then
+    cpu_seconds: float  # CPU time of all threads of the process before this end
+    pauses: int  # number of pauses before this end
 
 
 class StepTimes:
@@ -45,7 +45,7 @@ class StepTimes:
             self._device = device
         self._unread_moments.append(record_time(self._device))
         if len(self._unread_moments) > 2 * BATCH:
-            self._read(BATCH)  # these are long past, so the read does not wait for the device
+            self._read(BATCH)  # these ends are long past, so the read does not wait for the device
         self._ends.append(_StepEnd(optimizer, time.process_time(), pauses))
         self._steps[optimizer] += 1
         return self._steps[optimizer]
@@ -53,9 +53,9 @@ class StepTimes:
     def of_main_optimizer(self) -> dict[str, list[float | None]]:
         """`step_seconds` and `cpu_seconds` of the optimizer that stepped most often.
 
-        Its step counts as an iteration of the script.  There is a value for each step; None for the
-        first step and the first after a pause.  `cpu_seconds` is empty on an
-        accelerator.
+        A step of this optimizer counts as an iteration of the script.  Each list has a value for
+        each step, which is None for the first step and for the first step after a pause.  On an
+        accelerator, `cpu_seconds` is empty.
         """
         if self._device is None:
             return {}
@@ -75,7 +75,7 @@ class StepTimes:
         }
 
     def _read(self, count: int) -> None:
-        """Turn the first `count` moments into seconds."""
+        """Convert the first `count` unread moments to seconds."""
         past = self._unread_moments[:count]
         self._seconds.extend(seconds_between(past))
         del self._unread_moments[: len(past) - 1]

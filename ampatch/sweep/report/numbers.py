@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 
 MISSING = "-"
-_SMALL = 1e-3  # smaller numbers are written in scientific form, as four decimals show too little
-_LARGE = 1e7  # larger numbers are written in scientific form
+_MIN_PLAIN = 1e-3  # smaller numbers are written in scientific form: four decimals show little
+_MAX_PLAIN = 1e7  # larger numbers are written in scientific form
 _SMALL_RATIO = 0.1  # smaller ratios are written with two significant digits
 _MAX_DECIMALS = 6
 
@@ -33,15 +33,15 @@ def ratio(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     if 0 < value < _SMALL_RATIO:
-        return f"{value:.1e}" if value < _SMALL else f"{value:.2g}"
+        return f"{value:.1e}" if value < _MIN_PLAIN else f"{value:.2g}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def quantity_text(value: float | None) -> str:
     """A loss or a metric with four decimals; a small or large value in scientific form."""
-    if value is not None and abs(value) >= _LARGE:
+    if value is not None and abs(value) >= _MAX_PLAIN:
         return number(value, "{:.3e}")
-    is_small = value is not None and 0 < abs(value) < _SMALL
+    is_small = value is not None and 0 < abs(value) < _MIN_PLAIN
     return number(value, "{:.2e}" if is_small else "{:.4f}")
 
 
@@ -49,7 +49,7 @@ def plus_minus(value: float | None, sd: float | None) -> str:
     """`0.976 ± 0.012`, with two digits of the standard deviation; only the mean without `sd`."""
     if value is None or not math.isfinite(value) or not sd or not math.isfinite(sd):
         return quantity_text(value)
-    if max(abs(value), sd) >= _LARGE:
+    if max(abs(value), sd) >= _MAX_PLAIN:
         return f"{quantity_text(value)} ± {sd:.1e}"
     decimals = max(0, 1 - math.floor(math.log10(sd)))
     if decimals > _MAX_DECIMALS:

@@ -1,13 +1,13 @@
 """The verdict on speed: which rows are faster or slower than O0 by more than the noise.
 
-The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0: it runs
-twice in each round, and the speed of its second run relative to the first should be 1.00.  The
-reach of O0, its noise, is the largest factor by which these speeds lie above or below 1.00, without
-the outer quartiles if the median is near 1.00.  If O0 ran once in each of three rounds or more, its
-runs of successive rounds are compared instead.
+The rule is in docs/explanation/sweep_figures.md, "Speed".  The noise is measured with O0.  O0 runs
+twice in each round, and the speed of the second run relative to the first should be 1.00.  The
+noise is called the reach of O0: the largest factor by which these speeds lie above or below 1.00.
+If their median is near 1.00, the outer quartiles do not count.  If O0 ran only once in
+each of at least three rounds, the runs of successive rounds are compared instead.
 
-In simulations with noise of 2 to 30 % this rule wrongly reports a speed-up in 2 % of sweeps, or in
-10 % with only two rounds.  One round shows nothing.
+In simulations with noise of 2 to 30 % this rule wrongly reports a speed-up in 2 % of sweeps;
+with only two rounds, in 10 %.  A single round gives no verdict.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.run_figures import spread_of
 
 NOISE = 0.05  # relative difference of speeds that counts as noise
-WORTHWHILE = 1.05  # the smallest speed-up for which a row is recommended
-FASTER, SLOWER, UNKNOWN, FEW_ROUNDS = "faster", "slower", "not told apart", "too few rounds"
+MIN_SPEEDUP = 1.05  # the smallest speed-up for which a row is recommended
+FASTER, SLOWER, UNCLEAR, FEW_ROUNDS = "faster", "slower", "not told apart", "too few rounds"
 
 
 def reach_of(ratios: Sequence[float]) -> float | None:
@@ -42,7 +42,7 @@ def pace_of(
     CPU time decides if wall time is too noisy for a verdict.
     """
     pace = _verdict(speeds, reach)
-    if speeds and reach and pace == UNKNOWN and max(reach, speeds.high / speeds.low) > 1 + NOISE:
+    if speeds and reach and pace == UNCLEAR and max(reach, speeds.high / speeds.low) > 1 + NOISE:
         cpu_pace = _verdict(cpu_speeds, cpu_reach)
         if cpu_pace in (FASTER, SLOWER):
             return cpu_pace, True
@@ -54,7 +54,7 @@ def _verdict(speeds: Spread | None, reach: float | None) -> str:
         return ""
     if speeds.n < 2 or reach is None:
         return FEW_ROUNDS
-    return FASTER if speeds.low > reach else SLOWER if speeds.high < 1 / reach else UNKNOWN
+    return FASTER if speeds.low > reach else SLOWER if speeds.high < 1 / reach else UNCLEAR
 
 
 def is_surely_faster(faster: Row, other: Row) -> bool:
@@ -72,7 +72,7 @@ def speed_text(row: Row) -> str:
         return ""
     if row.outcome == "baseline":
         return f"the second of its two runs was {ratio_text(row.speeds, 'times as fast')}"
-    if row.pace == UNKNOWN:
+    if row.pace == UNCLEAR:
         reason = "the rounds do not agree"
         if row.reach and not row.speeds.low <= 1 <= row.speeds.high:
             reason = f"runs of O0 itself differed by a factor of {ratio(row.reach)}"
@@ -83,14 +83,14 @@ def speed_text(row: Row) -> str:
     return f"{text}, in too few rounds to tell" if row.pace == FEW_ROUNDS else text
 
 
-def worthwhile(rows: Sequence[Row]) -> list[Row]:
+def worthwhile_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows that are faster than O0 by enough to be recommended."""
-    return [row for row in rows if row.pace == FASTER and row.decisive.median >= WORTHWHILE]
+    return [row for row in rows if row.pace == FASTER and row.decisive.median >= MIN_SPEEDUP]
 
 
 def may_be_worthwhile(row: Row) -> bool:
     """Whether a row is neither surely slower than O0 nor faster by too little."""
-    return bool(worthwhile([row])) or row.pace not in (SLOWER, FASTER)
+    return bool(worthwhile_rows([row])) or row.pace not in (SLOWER, FASTER)
 
 
 def ratio_text(speeds: Spread | None, unit: str = "") -> str:

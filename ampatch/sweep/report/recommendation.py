@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampatch.sweep.kinds import UNKNOWN, Kind
+from ampatch.sweep.kinds import UNKNOWN_KIND, Kind
 from ampatch.sweep.options import ROUNDS
 from ampatch.sweep.report import comparisons, margin, pace
 from ampatch.sweep.report.directions import direction_options
@@ -38,7 +38,7 @@ class MissingEvidence:
         return f"{seeds}{self.direction_options}".strip()
 
 
-def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: str = "") -> str:
+def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN_KIND, resume_options: str = "") -> str:
     """The recommended row for this kind of script, and why.
 
     If none is proven: what is known, and which options would settle it.  `resume_options` continue
@@ -52,18 +52,18 @@ def recommendation(rows: Sequence[Row], kind: Kind = UNKNOWN, resume_options: st
             f" {_name(example)} has a {example.start}."
         )
     if not anything_compared(rows):
-        return f"{NOTHING_YET}: {_why_nothing(rows)}."
+        return f"{NOTHING_YET}: {_reason_for_nothing(rows)}."
     base = next(row for row in rows if row.outcome == "baseline")
     comparable = [row for row in rows if row.outcome not in ("baseline", "failed")]
     maybe_faster = [row for row in comparable if pace.may_be_worthwhile(row)]
     candidates = [row for row in maybe_faster if not margin.worse_comparisons(row)]
     if maybe_faster and not candidates:
-        return _none_as_accurate(maybe_faster)
+        return _none_as_accurate_text(maybe_faster)
     if not candidates:
-        return _none_faster([row for row in comparable if row.pace], base)
-    proven = [row for row in pace.worthwhile(candidates) if missing_evidence(row) is None]
+        return _none_faster_text([row for row in comparable if row.pace], base)
+    proven = [row for row in pace.worthwhile_rows(candidates) if missing_evidence(row) is None]
     if not proven:
-        return _undecided(candidates, kind, resume_options)
+        return _undecided_text(candidates, kind, resume_options)
     fastest = max(proven, key=lambda row: row.decisive.median)
     about_as_fast = [row for row in proven if not pace.is_surely_faster(fastest, row)]
     best = _with_most_fp32(about_as_fast, kind)
@@ -131,9 +131,9 @@ def direction_unknown(row: Row) -> str:
     )
 
 
-def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> str:
+def _undecided_text(candidates: Sequence[Row], kind: Kind, resume_options: str) -> str:
     """The text if nothing is proven: what is known of speed and accuracy, and what settles it."""
-    faster = pace.worthwhile(candidates)
+    faster = pace.worthwhile_rows(candidates)
     fastest = max(faster, key=lambda row: row.decisive.median, default=None)
     row = fastest or _with_most_fp32(candidates, kind)
     speed = f"{_name(row)} is {pace.speed_text(row) or 'not timed'}"
@@ -149,7 +149,7 @@ def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> st
     if missing:
         facts.append(f"{_name(row)}: {missing.text}")
     advice = f"Stay with O0 for now. Speed: {speed}. Accuracy: {'; '.join(facts)}."
-    is_noisy = row.pace == pace.UNKNOWN
+    is_noisy = row.pace == pace.UNCLEAR
     rounds = 0 if faster else ROUNDS
     if is_noisy:
         rounds = row.speeds.n + ROUNDS
@@ -161,11 +161,11 @@ def _undecided(candidates: Sequence[Row], kind: Kind, resume_options: str) -> st
     return f"{advice} To settle it{idle}: {options}." if options else advice
 
 
-def _none_faster(rows: Sequence[Row], base: Row) -> str:
+def _none_faster_text(rows: Sequence[Row], base: Row) -> str:
     """The text if no row is fast enough; it names the row that saves most memory, if any."""
     fastest = max(rows, key=lambda row: row.decisive.median)
     advice = (
-        f"Stay with O0: no row is at least {pace.WORTHWHILE:g} times as fast. The fastest, "
+        f"Stay with O0: no row is at least {pace.MIN_SPEEDUP:g} times as fast. The fastest, "
         f"{fastest.name}, is {pace.speed_text(fastest)}."
     )
     accurate = [
@@ -184,7 +184,7 @@ def _accuracy_text(judged: Comparison) -> str:
     return f"{difference}, below the {margin.margin_text(judged)} that matters"
 
 
-def _none_as_accurate(rows: Sequence[Row]) -> str:
+def _none_as_accurate_text(rows: Sequence[Row]) -> str:
     """The text if all rows that may be faster are worse, with the difference of the fastest."""
     row = max(rows, key=lambda row: row.decisive.median if row.pace else 0.0)
     texts = (pace.speed_text(row), *map(comparisons.comparison_text, margin.worse_comparisons(row)))
@@ -224,7 +224,7 @@ def _with_most_fp32(rows: Sequence[Row], kind: Kind) -> Row:
     return min(rows, key=order)
 
 
-def _why_nothing(rows: Sequence[Row]) -> str:
+def _reason_for_nothing(rows: Sequence[Row]) -> str:
     if not rows:
         return "no run has ended"
     if all(row.outcome != "baseline" for row in rows):

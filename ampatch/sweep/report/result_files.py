@@ -28,7 +28,7 @@ _JUDGED_COLUMNS = (
     "name", "better", "mean", "sd", "base_mean", "base_sd", "difference", "low", "high", "p",
     "corrected_p", "smallest",
 )  # fmt: skip
-_IN_LATEX = str.maketrans(
+_LATEX_ESCAPES = str.maketrans(
     {
         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
         "\N{PLUS-MINUS SIGN}": r"$\pm$",
@@ -92,7 +92,7 @@ def as_latex(results: Results) -> str:
     """The main columns as a `tabular` environment; comments have the provenance."""
     columns = table(results.rows, main=True)
     form = f"@{{}}l{'r' * (columns.shape[1] - 1)}@{{}}"
-    text = columns.to_latex(index=False, escape=True, column_format=form).translate(_IN_LATEX)
+    text = columns.to_latex(index=False, escape=True, column_format=form).translate(_LATEX_ESCAPES)
     facts, marks = provenance.lines(results), mark_notes(results.rows)
     comments = [*facts, *marks, r"needs \usepackage{booktabs}"]
     return "".join(f"% {line}\n" for line in comments) + text

@@ -36,12 +36,12 @@ CRASHED, DIVERGED, NO_STEP, NO_TRAINING = "crashed", "diverged", "took no step",
 def step_times(measured: Measured | None, num_steps: int | None = None) -> Spread | None:
     """Median and quartiles of the step time in milliseconds, of all or the first `num_steps`."""
     seconds = [] if measured is None else measured.step_seconds[:num_steps]
-    return spread_of([value * 1000 for value in _timed(seconds)])
+    return spread_of([value * 1000 for value in _timed_steps(seconds)])
 
 
 def cpu_ms(measured: Measured | None, num_steps: int | None = None) -> float | None:
     """The median CPU time of a step in milliseconds; None if the device is no CPU."""
-    timed = _timed([] if measured is None else measured.cpu_seconds[:num_steps])
+    timed = _timed_steps([] if measured is None else measured.cpu_seconds[:num_steps])
     return statistics.median(timed) * 1000 if timed else None
 
 
@@ -59,7 +59,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     return Spread(median, max(low, least), min(high, greatest), len(values))
 
 
-def _timed(seconds: Sequence[float | None]) -> list[float]:
+def _timed_steps(seconds: Sequence[float | None]) -> list[float]:
     """The seconds of the steps that count: after the warm-up and not after a pause."""
     timed = [value for value in seconds if value is not None]
     return timed[min(WARM_UP_STEPS, len(timed) // 4) :]
@@ -95,13 +95,13 @@ def status(run: Run) -> str:
         return run.ended_by
     measured = run.measured
     if measured is None and run.exit_code < 0:
-        return _killed(run.exit_code)
+        return _signal_text(run.exit_code)
     if measured is None:
         return f"no record: ended with code {run.exit_code}, as by os._exit; sys.exit leaves one"
     if measured.error:
         return f"{CRASHED}: {measured.error}"
     if run.exit_code < 0:
-        return f"{_killed(run.exit_code)} after its record was written"
+        return f"{_signal_text(run.exit_code)} after its record was written"
     if run.exit_code:
         return f"exit status {run.exit_code}"
     if measured.opt_level is None:
@@ -148,6 +148,6 @@ def _nonfinite_at_end(losses: Series) -> list[tuple[int, float]]:
     return list(itertools.takewhile(lambda pair: not math.isfinite(pair[1]), latest_first))
 
 
-def _killed(exit_code: int) -> str:
+def _signal_text(exit_code: int) -> str:
     name = signal.Signals(-exit_code).name
     return f"killed: by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

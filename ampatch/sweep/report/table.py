@@ -18,12 +18,12 @@ from ampatch.sweep.report.pace import FASTER, SLOWER
 from ampatch.sweep.report.results import Row, Spread
 from ampatch.sweep.report.run_figures import OK, status_name
 
-MAY_BE_NOISE, DIFFERS = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
-LOWER, HIGHER, UNKNOWN = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
-_ARROWS = {"lower": LOWER, "higher": HIGHER, None: UNKNOWN}
+NOISE_MARK, DIFFERS_MARK = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+LOWER_MARK, HIGHER_MARK, UNKNOWN_MARK = "\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}", "?"
+_ARROWS = {"lower": LOWER_MARK, "higher": HIGHER_MARK, None: UNKNOWN_MARK}
 MARKS = {
-    MAY_BE_NOISE: "a speed that may be noise: the verdict says why",
-    DIFFERS: "differs from O0 by more than the seeds do",
+    NOISE_MARK: "a speed that may be noise: the verdict says why",
+    DIFFERS_MARK: "differs from O0 by more than the seeds do",
 }
 _MEMORY = {
     "device": "memory: the most that PyTorch allocated on the device",
@@ -101,19 +101,19 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def speed_mark(row: Row) -> str:
     """The mark of a measured speed that may be noise; "" for other rows."""
     is_clear = row.pace in ("", FASTER, SLOWER) and not row.by_cpu
-    return "" if row.speeds is None or is_clear else MAY_BE_NOISE
+    return "" if row.speeds is None or is_clear else NOISE_MARK
 
 
 def accuracy_mark(row: Row, name: str) -> str:
     """The mark of a loss or metric that differs from O0's; "" if it does not."""
     outcome = next((c.outcome for c in row.comparisons if c.name == name), "")
-    return DIFFERS if outcome in ("worse", "small", "better", "different") else ""
+    return DIFFERS_MARK if outcome in ("worse", "small", "better", "different") else ""
 
 
 def mark_notes(rows: Sequence[Row]) -> list[str]:
     """Explanations of the marks that a table of these rows has."""
     differs = any(accuracy_mark(row, c.name) for row in rows for c in row.comparisons)
-    used = {MAY_BE_NOISE: any(map(speed_mark, rows)), DIFFERS: differs}
+    used = {NOISE_MARK: any(map(speed_mark, rows)), DIFFERS_MARK: differs}
     return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if used[mark]]
 
 
@@ -128,7 +128,7 @@ def _unknown_note(rows: Sequence[Row]) -> list[str]:
     if not names:
         return []
     return [
-        f"{UNKNOWN}: the name does not say whether lower or higher is better "
+        f"{UNKNOWN_MARK}: the name does not say whether lower or higher is better "
         f"({', '.join(names)}), so nothing is recommended if it differs; give "
         f"{direction_options(names[0])}."
     ]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..amp_c import multi_tensor_adam
-from .common import ApexOptimizer, copy_steps_to_params, refuse, with_grads
+from .common import ApexOptimizer, copy_steps_to_params, params_with_grads, refuse
 
 __all__ = ["FusedAdam"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(ApexOptimizer, torch.optim.Adam):
@@ -103,7 +103,7 @@ class FusedAdam(ApexOptimizer, torch.optim.Adam):
             self.param_groups = groups
 
     def _update_uncorrected(self, group: dict[str, Any]) -> None:
-        params = with_grads(group)
+        params = params_with_grads(group)
         for param in params:
             state = self.state[param]
             if not state:
@@ -111,7 +111,7 @@ class FusedAdam(ApexOptimizer, torch.optim.Adam):
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1
-        moments = [[self.state[param][name] for param in params] for name in _MOMENTS]
+        moments = [[self.state[param][name] for param in params] for name in _MOMENT_NAMES]
         lists = [[param.grad for param in params], params, *moments]
         options = (group["lr"], *group["betas"], group["eps"], 1, self.adam_w_mode, 0)
         self.multi_tensor_adam(0, None, lists, *options, group["weight_decay"])

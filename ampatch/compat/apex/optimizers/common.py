@@ -12,7 +12,7 @@ from torch import Tensor
 from ampatch.torch_private import foreach
 from ampatch.torch_private.devices import have_fused_optimizers
 
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "amsgrad": "the optimizer without amsgrad",
     "eps_inside_sqrt": "the optimizer without eps_inside_sqrt",
 }
@@ -41,7 +41,7 @@ class ApexOptimizer:
     ) -> None:
         for name, value in (refused or {}).items():
             if value:
-                refuse(type(self).__name__, f"{name}={value}", REFUSED[name])
+                refuse(type(self).__name__, f"{name}={value}", REFUSED_ARGUMENTS[name])
         params = list_params(params)
         if may_fuse:
             options["fused"] = can_be_fused(params) or None
@@ -86,7 +86,7 @@ class ApexOptimizer:
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                params = with_grads(group)
+                params = params_with_grads(group)
                 if decouples_decay and decay:
                     group["weight_decay"] = 0.0
                     if params:
@@ -105,7 +105,7 @@ def copy_steps_to_params(group: dict[str, Any], state: dict[Any, dict]) -> None:
             state[key].setdefault("step", torch.as_tensor(step, dtype=torch.float32))
 
 
-def with_grads(group: dict[str, Any]) -> list[Tensor]:
+def params_with_grads(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a group that have gradients."""
     return [param for param in group["params"] if param.grad is not None]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ampatch.config.opt_levels import HALF_DTYPES
 from ampatch.torch_private import foreach
 
-from .common import ApexOptimizer, refuse, with_grads
+from .common import ApexOptimizer, params_with_grads, refuse
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
@@ -43,7 +43,7 @@ class FusedLAMB(ApexOptimizer, torch.optim.Optimizer):
         self.use_nvlamb = use_nvlamb
 
     def _update(self) -> None:
-        grads = [param.grad for group in self.param_groups for param in with_grads(group)]
+        grads = [param.grad for group in self.param_groups for param in params_with_grads(group)]
         if not grads:
             return
         norms = foreach.norm(grads)
@@ -54,7 +54,7 @@ class FusedLAMB(ApexOptimizer, torch.optim.Optimizer):
             self._update_group(group, total)
 
     def _update_group(self, group: dict[str, Any], total: Tensor) -> None:
-        params = with_grads(group)
+        params = params_with_grads(group)
         if not params:
             return
         group["step"] = group.get("step", 0) + 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import ApexOptimizer, refuse, with_grads
+from .common import ApexOptimizer, params_with_grads, refuse
 
 __all__ = ["FusedNovoGrad"]
 
@@ -56,7 +56,7 @@ class FusedNovoGrad(ApexOptimizer, torch.optim.Optimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
-            params = with_grads(group)
+            params = params_with_grads(group)
             if params:
                 group["step"] = group.get("step", 0) + 1
             for param in params:

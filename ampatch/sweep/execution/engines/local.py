@@ -1,4 +1,4 @@
-"""The engine of one machine: a thread for each running trial watches its process."""
+"""The engine of one machine: one thread per running trial watches the trial's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LocalEngine:
     ) -> None:
         self._warm = warm
         self._free = deque(placements)
-        self._timed = timed
+        self._timed_placement = timed
         self._running: dict[Trial, tuple[Placement, TrialControl, threading.Thread]] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -50,7 +50,7 @@ class LocalEngine:
         return bool(self._free)
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        placement = self._timed if alone else self._free.popleft()
+        placement = self._timed_placement if alone else self._free.popleft()
         control = TrialControl(lambda now: self._events.put(Progressed(trial, now)), self._warm)
         arguments = runner, trial, control, placement
         thread = threading.Thread(target=self._run, args=arguments, daemon=True)
@@ -72,7 +72,7 @@ class LocalEngine:
     def _remove(self, trial: Trial) -> None:
         placement, _, thread = self._running.pop(trial)
         thread.join()
-        if placement is not self._timed:
+        if placement is not self._timed_placement:
             self._free.append(placement)
 
     def _run(

@@ -28,7 +28,7 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The trial's process has ended, well or not; its files are in the sweep's directory."""
+    """The trial's process has ended, also with an error; the files are in the sweep's directory."""
 
     run: Run
 
@@ -53,7 +53,7 @@ Event = Started | Progressed | Ended | Lost | Failed
 
 
 class EngineError(RuntimeError):
-    """The engine cannot run trials, because there is no cluster, or it lacks resources."""
+    """The engine cannot run trials, because there is no cluster or the cluster lacks resources."""
 
 
 class Engine(Protocol):
@@ -68,10 +68,10 @@ class Engine(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def has_room(self) -> bool:
-        """Whether one more trial may be submitted that runs beside others."""
+        """Whether one more trial that runs beside others may be submitted."""
 
     def submit(self, runner: Runner, trial: Trial, alone: bool) -> None:
-        """Run the trial by `runner`.  With `alone` it has its devices, or a node, to itself.
+        """Run the trial by `runner`.  With `alone`, no other trial uses the same devices or node.
 
         A trial with `alone` is submitted when no other is running; they all run on the same node.
         """

@@ -1,4 +1,4 @@
-"""The engine of a Ray cluster: each trial is a task, which Ray runs again if its worker dies.
+"""The engine of a Ray cluster: each trial is a task, and Ray repeats it if the worker dies.
 
 Workers write temporary files only.  The run and its log are the result of the task.  Progress comes
 through the actor `_EventQueue`.  A trial that runs alone has a placement group of a whole node.
@@ -136,7 +136,7 @@ class RayEngine:
 
 
 class _EventQueue:
-    """An actor: workers put events of their trials into it, and the sweep takes them out."""
+    """An actor: workers put the events of trials into the queue, and the sweep takes them out."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
