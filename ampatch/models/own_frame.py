@@ -112,7 +112,7 @@ class OwnFrame:
         self.previous_forward: Any = _MISSING  # the instance's `forward` before this frame
         self.inner_forward: Callable | None = None  # the function that the frame calls
         self.method: Any = _MISSING  # the frame as a bound method, the instance's `forward`
-        # The frames of copies of the module that `copy.copy` made.
+        # The frames of copies that `copy.copy` made of the module, and of its copies.
         self.frames_of_copies: weakref.WeakSet[OwnFrame] = weakref.WeakSet()
 
     def install(self) -> None:
@@ -150,8 +150,11 @@ class OwnFrame:
         Other code that still calls the frame's method then runs the previous `forward`.
         """
         self.scope = None
-        for frame in list(self.frames_of_copies):
-            frame.uninstall()
+        for frame in (*self.frames_of_copies, self):
+            frame._remove()
+
+    def _remove(self) -> None:
+        self.scope = None
         if (module := self.module) is None:
             return
         attributes = vars(module)
@@ -321,7 +324,8 @@ def copy_patches() -> list[Patch]:
             if _installed_frame(self) is not None and vars(copied) is not vars(self):
                 for frame in vars(self)[_FRAMES_ATTRIBUTE]:
                     new_frame = OwnFrame(copied, frame.scope)
-                    frame.frames_of_copies.add(new_frame)
+                    new_frame.frames_of_copies = frame.frames_of_copies
+                    new_frame.frames_of_copies.add(new_frame)
                     new_frame.install()
             return copied
 
