@@ -8,6 +8,7 @@ failing Python frame, after the error.  Calls without an error cost nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import linecache
 import re
@@ -168,8 +169,13 @@ def _note_on_unpatched_function(
 
 
 def _fp32_attributes(value: object) -> list[str]:
-    """The names of FP32 tensors in an object of the script's own class."""
+    """The names of FP32 tensors in an object of the script's own class, if it is not a dataclass.
+
+    Dataclasses are cast as inputs; a dataclass with FP32 tensors was made in the forward.
+    """
     cls = type(value)
+    if dataclasses.is_dataclass(cls):
+        return []
     if _package_of(cls.__module__) in (*_LIBRARIES, _AMPATCH_PACKAGE):
         return []
     if issubclass(cls, (nn.Module, Tensor, torch.optim.Optimizer)):

@@ -1,7 +1,8 @@
 """Installs the patches: for each row of the op tables, a replacement that follows the row's rule.
 
-The patches are installed once, when the first session that needs them opens, and undone when the
-last such session closes.  Sessions differ in their policies, not in what is patched.  Functions
+The patches are installed when the first session that needs them opens, and undone when the last
+such session closes.  They are installed anew if a session needs more of them.  Sessions differ in
+their policies; an O2 or O3 session alone needs only the rows of `EVERY_LEVEL`.  Functions
 that this torch lacks are left out; `ampatch doctor` lists them.
 """
 

@@ -2,9 +2,10 @@
 
 Each round times FP32, the half dtypes and FP32 again, directly after each other.  Other processes
 make calls longer, never shorter, and seldom in all rounds.  So the time of a dtype is the time of
-its shortest call, and a speed is the ratio of two such times.  Rounds continue until FP32 agrees
-with itself, or for `MAX_SECONDS`.  The range comes from the speeds of each third of the rounds.  A
-CPU is measured on one thread, because several threads wait for each other on busy cores.
+its shortest call, and a speed is the ratio of two such times.  After `MIN_ROUNDS`, rounds continue
+until FP32 agrees with itself, or for `MAX_SECONDS`.  The range comes from the speeds of each third
+of the rounds.  A CPU is measured on one thread, because several threads wait for each other on busy
+cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ampatch.torch_private.devices import can_read_without_sync, device_types
 from .tensors import dtype_name
 
 MIN_ROUNDS = 12
-MAX_SECONDS = 1.0  # the rounds of an operation last at most this many seconds
+MAX_SECONDS = 1.0  # no round after `MIN_ROUNDS` begins later than this
 MAX_FP32_DIFFERENCE = 0.03  # the largest difference between FP32's two timings, in each third
 TIE_MARGIN = 0.1  # a difference below 10 % is a tie
 CLEARLY_SLOW_RATIO = 5  # a dtype that takes this many times as long as FP32 has only three rounds

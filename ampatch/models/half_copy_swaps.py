@@ -16,9 +16,10 @@ during one `Call`.  Its states:
 An exception may be raised between any two states: `may_hold_copies` is set before the first copy is
 put in its slot and reset after the last parameter is back.  `swap_out` may be called in each state,
 and again: if it was interrupted, the swap is no longer in `swaps`, and the call's second exit
-finishes it.  All threads share the slots, so all swaps of a model belong to one thread.  While they
-run, a forward in another thread raises `AmpatchError`.  At O3 there are no copies, and
-`may_hold_copies` stays False.
+finishes it.  A nested swap finds the copies in the slots: it is "swapped in", but not in `swaps`,
+and its `may_hold_copies` stays False.  All threads share the slots, so all swaps of a model belong
+to one thread.  While they run, a forward in another thread raises `AmpatchError`.  At O3 there are
+no copies: `may_hold_copies` stays False.
 
 FSDP2 (`MixedPrecisionPolicy`) treats unsharded parameters in this way.
 """
@@ -116,7 +117,7 @@ class Swap:
     def __init__(self, swapper: HalfCopySwapper) -> None:
         self.swapper = swapper
         self.may_hold_copies = False  # some slots may hold copies
-        self.is_swapped_in = False  # all slots hold copies
+        self.is_swapped_in = False  # all slots hold copies (at O3: half parameters)
         # The tensors that the slots held before, if not the parameters.
         self._previous_tensors: list[Any] | None = None
         # The cache of a `parametrize.cached()` block around the swap.

@@ -23,8 +23,8 @@
     UNSCALED -> FOUND_INF             `recheck`: an inf that is left over or averaged in
     UNSCALED -> NOT_SCALED            `recheck`: the gradients that a step has used are gone
     FOUND_INF -> UNSCALED             `take_found_inf`: a step, taken or skipped
-    any -> NOT_SCALED                 `on_zero_grad`, `on_zeroed_elsewhere`, outside of blocks;
-                                      `drop_all`: unscaling was interrupted
+    any -> NOT_SCALED                 `on_zero_grad`, outside of blocks; `on_zeroed_elsewhere`, but
+                                      not from SCALED; `drop_all`: unscaling was interrupted
 
 During a block, `OptimizerBlock.saved_grads` holds the complete gradients of earlier blocks in place
 of `.grad`, so that the new gradients can be unscaled by themselves.  With several ranks, the
@@ -347,8 +347,8 @@ class OptimizerGradients:
     def overflow_is_left_over(self) -> bool:
         """Whether the overflow is only in gradients of an earlier step, which were not zeroed.
 
-        With several ranks always False: new gradients are added in place.  Synchronizes with the
-        device.
+        With several ranks False after a new backward pass, which adds gradients in place.
+        Synchronizes with the device.
         """
         check = self.check
         if check is None or not check.includes_used:

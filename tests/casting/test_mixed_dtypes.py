@@ -1,5 +1,7 @@
 """What PyTorch refuses in the dtypes that our casts make, and what the error says elsewhere."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,6 +212,22 @@ def test_an_object_of_the_scripts_own_class_is_named(level, kind, verb, inside):
     assert f"inputs {verb} a {kind.__name__}, whose x is FP32" in text
     assert "a dataclass, pass a dict" in text
     assert model(inside(kind(torch.ones(2, 4).bfloat16()))).dtype is torch.float32
+
+
+def test_a_dataclass_that_the_forward_makes_is_not_told_to_become_one():
+    @dataclasses.dataclass
+    class Item:
+        x: torch.Tensor
+
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            item = Item(torch.ones(2, 4))
+            return super().forward(item.x)
+
+    model = ampatch.initialize(Model(4, 4), opt_level="O2", dtype="bfloat16", verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4))
+    assert "a dataclass" not in said(caught.value)
 
 
 class MakesWeight(nn.Module):

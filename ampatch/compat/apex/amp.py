@@ -1,8 +1,8 @@
 """apex.amp: apex's functions with apex's signatures, over ampatch's.
 
-Sessions opened from here follow apex's tables where these differ from autocast's
-policy: `binary_cross_entropy` and in-place functions that overflow are refused on half
-tensors, `Tensor.cpu()` returns FP32, and so on.
+At O1, sessions opened from here follow apex's tables where these differ from autocast's policy:
+`binary_cross_entropy` and in-place functions that overflow are refused on half tensors,
+`Tensor.cpu()` returns FP32, and so on.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ BESIDE_TABLES = {
     ("torch.utils.checkpoint", "checkpoint"): "The recomputation in backward may run in another "
     "thread, and must have the casts of its forward.",
 }
-"""What is replaced in addition to the functions of the tables, and why."""
+"""Functions whose casts need a replacement in addition to the tables, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def is_missing(where: str, name: str) -> bool:
 
 
 def missing() -> list[str]:
-    """Everything that ampatch would patch and the running torch lacks."""
+    """The functions of the tables and of `BESIDE_TABLES` that the running torch lacks."""
     rows = [f"{entry.where}.{name}" for entry in entries() for name in entry.missing]
     others = [f"{where}.{name}" for where, name in BESIDE_TABLES if is_missing(where, name)]
     return list(dict.fromkeys(rows + others))
